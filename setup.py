@@ -48,7 +48,9 @@ class CMakeBuild(build_ext):
                 return
             except (subprocess.CalledProcessError, OSError) as error:
                 reason = f"the build failed: {error}"
-        print(f"NOTICE: native ops are not built ({reason}); the torch reference ops are used.", file=sys.stderr)
+        print(
+            f"NOTICE: native ops are not built ({reason}); the torch reference ops are used.", file=sys.stderr
+        )
 
     @staticmethod
     def _why_not() -> str | None:

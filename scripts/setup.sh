@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# All set-up for `make serve` and `make test` on a fresh Debian/Ubuntu machine with Python >= 3.11.
+# Usage: scripts/setup.sh VENV serve|test. A stamp in the venv makes second runs start at once.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$1
+purpose=$2
+
+say() { printf '\033[1m[setup]\033[0m %s\n' "$*" >&2; }
+die() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
+
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then platform=cuda; else platform=cpu; fi
+files=(setup.py pyproject.toml CMakeLists.txt requirements/common.txt "requirements/$platform.txt" scripts/setup.sh)
+[ "$purpose" = test ] && files+=(requirements/test.txt)
+mapfile -t native < <(find csrc -type f 2>/dev/null | LC_ALL=C sort)
+key=$({ echo "$platform $PWD"; cat "${files[@]}" ${native[@]+"${native[@]}"} 2>/dev/null; } | sha256sum | cut -d' ' -f1)
+[ "$(cat "$venv/.ready-$purpose" 2>/dev/null)" = "$key" ] && exit 0
+
+# One set-up at a time, also when two commands start together.
+exec 9>".venv.lock"
+if command -v flock >/dev/null 2>&1; then flock 9; fi
+[ "$(cat "$venv/.ready-$purpose" 2>/dev/null)" = "$key" ] && exit 0
+
+if [ ! -x "$venv/bin/python" ]; then
+  python=
+  for candidate in python3.11 python3.12 python3.13 python3; do
+    if command -v "$candidate" >/dev/null 2>&1 &&
+      "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      python=$candidate
+      break
+    fi
+  done
+  [ -n "$python" ] || die "Python 3.11 or newer is needed (apt-get install python3)"
+  say "creating $venv with $("$python" --version)"
+  if ! "$python" -m venv "$venv" >/dev/null 2>&1; then
+    # Debian splits ensurepip off into a package of its own.
+    rm -rf "$venv"
+    say "the venv module is incomplete; trying to install it"
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+      apt-get update -qq && apt-get install -y -qq "$(basename "$python")-venv" >/dev/null 2>&1 ||
+        apt-get install -y -qq python3-venv >/dev/null
+      "$python" -m venv "$venv"
+    else
+      "$python" -m pip install --quiet --user virtualenv && "$python" -m virtualenv --quiet "$venv" ||
+        die "please run: sudo apt-get install python3-venv"
+    fi
+  fi
+fi
+
+pip=("$venv/bin/python" -m pip install --disable-pip-version-check --quiet --progress-bar on)
+say "installing the $platform requirements (a few minutes the first time)"
+# torch first and alone: the pin keeps pip from resolving anything else against another build of it.
+"${pip[@]}" "$(grep -h '^torch' "requirements/$platform.txt")"
+"${pip[@]}" -r "requirements/$platform.txt" setuptools wheel
+if [ "$purpose" = test ]; then
+  say "installing the test requirements"
+  "${pip[@]}" -r requirements/test.txt
+fi
+if ! command -v c++ >/dev/null 2>&1 && ! command -v g++ >/dev/null 2>&1; then
+  say "NOTICE: no C++ compiler found; the torch reference ops are used (slower decode)"
+elif ! command -v cmake >/dev/null 2>&1; then
+  # The compiler is there; CMake and Ninja come as wheels.
+  "${pip[@]}" cmake ninja
+fi
+say "installing the package and building native ops"
+log=$(mktemp)
+if ! PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps --no-build-isolation -v -e . \
+  >"$log" 2>&1; then
+  cat "$log" >&2
+  die "installing the package failed"
+fi
+grep -h 'NOTICE:' "$log" >&2 || true
+rm -f "$log"
+echo "$key" >"$venv/.ready-$purpose"
+say "done"
