@@ -1,0 +1,43 @@
+"""Table of attention backends: name → "module:Class", imported when chosen.
+
+Owns: the table. Must not know: a backend's insides, platforms. Layer L6.
+"""
+
+from __future__ import annotations
+
+import importlib
+from enum import Enum
+
+from vllm.v1.attention.backend import AttentionBackend
+
+__all__ = ["AttentionBackendEnum", "get_attention_backend", "register_backend"]
+
+_BACKENDS = "vllm.v1.attention.backends"
+
+
+class AttentionBackendEnum(Enum):
+    """Names of the built-in backends; the value is where the class lives."""
+
+    TORCH_REF = f"{_BACKENDS}.torch_ref:TorchRefBackend"
+    CPU_ATTN = f"{_BACKENDS}.cpu_attn:CpuAttentionBackend"
+    KPOOL_TAIL = f"{_BACKENDS}.mla.indexer:KpoolTailBackend"
+
+
+_TABLE: dict[str, str] = {member.name: member.value for member in AttentionBackendEnum}
+
+
+def register_backend(name: str, target: str) -> None:
+    """Adds or replaces a backend; `target` is "module:Class"."""
+    if target.count(":") != 1:
+        raise ValueError(f"attention backend {name!r}: target must be 'module:Class', got {target!r}")
+    _TABLE[name.upper()] = target
+
+
+def get_attention_backend(name: str) -> type[AttentionBackend]:
+    """The class behind a name in any case; `ValueError` names the known ones."""
+    target = _TABLE.get(name.upper())
+    if target is None:
+        raise ValueError(f"attention backend {name!r} is unknown; known: {', '.join(sorted(_TABLE))}")
+    module, _, attribute = target.partition(":")
+    backend: type[AttentionBackend] = getattr(importlib.import_module(module), attribute)
+    return backend
