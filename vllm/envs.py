@@ -1,0 +1,165 @@
+"""The environment variables of the engine: one table of name, type, default and doc. Layer: L0.
+
+Values are read from the process environment each time an attribute is read (`envs.VLLM_API_KEY`), so a change made
+by a test or a launcher is seen at once. Read them at the doors (config, worker start, entry points), never deeper.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+PREFIX = "VLLM_"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvVar:
+    """One variable: how its text is parsed, the value without it, and what it is for."""
+
+    parse: Callable[[str], object]
+    default: object
+    doc: str
+
+
+def _flag(text: str) -> bool:
+    value = text.strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError(f"expected 0 or 1, got {text!r}")
+
+
+def _choice(*names: str) -> Callable[[str], object]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"expected one of {', '.join(names)}, got {text!r}")
+        return text
+
+    return parse
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+VARIABLES: dict[str, EnvVar] = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": EnvVar(
+        _flag, False, "Let callables and pickled objects cross processes."
+    ),
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": EnvVar(
+        _flag, False, "Accept max_model_len beyond what config.json states."
+    ),
+    "VLLM_API_KEY": EnvVar(str, None, "API key of the HTTP server when --api-key is not given."),
+    "VLLM_COMPUTE_NANS_IN_LOGITS": EnvVar(
+        _flag, False, "Count NaN logits per request and export the counter."
+    ),
+    "VLLM_CONFIGURE_LOGGING": EnvVar(_flag, True, "0 leaves the `vllm` logger to the embedding program."),
+    "VLLM_CPU_KVCACHE_SPACE": EnvVar(float, None, "Size of the KV cache on the CPU device, in GiB."),
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": EnvVar(_flag, False, "Use client request ids unchanged inside."),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": EnvVar(_flag, True, "0 runs the engine core in the caller's process."),
+    "VLLM_ENGINE_READY_TIMEOUT_S": EnvVar(int, 600, "Seconds to wait for an engine process to become ready."),
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": EnvVar(int, 300, "Seconds to wait for one step of the workers."),
+    "VLLM_HOST_IP": EnvVar(str, "", "Address of this node, where it cannot be found by itself."),
+    "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": EnvVar(int, 33554432, "Largest accepted request body in bytes."),
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": EnvVar(int, 5, "Seconds an idle HTTP connection is kept open."),
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": EnvVar(_flag, False, "Keep the HTTP server up after the engine died."),
+    "VLLM_KV_CACHE_LAYOUT": EnvVar(_choice("NHD", "HND"), None, "Order of head and token inside a KV page."),
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": EnvVar(
+        _flag, True, "KV events carry 64-bit integers, not full hashes."
+    ),
+    "VLLM_LOGGING_CONFIG_PATH": EnvVar(str, None, "JSON file for `logging.config.dictConfig`."),
+    "VLLM_LOGGING_LEVEL": EnvVar(str, "INFO", "Level of the `vllm` logger."),
+    "VLLM_LOGGING_PREFIX": EnvVar(str, "", "Text put before every log line."),
+    "VLLM_LOGGING_STREAM": EnvVar(str, "stdout", "Where log lines go: stdout or stderr."),
+    "VLLM_LOG_STATS_INTERVAL": EnvVar(float, 10.0, "Seconds between two statistics lines."),
+    "VLLM_MAX_COMPLETION_PROMPTS": EnvVar(int, 1024, "Most prompts in one completion request."),
+    "VLLM_MAX_N_SEQUENCES": EnvVar(int, 16384, "Largest accepted `n`."),
+    "VLLM_MAX_NUM_BAD_WORDS": EnvVar(int, 128, "Most `bad_words` in one HTTP request."),
+    "VLLM_MAX_STOP_STRINGS": EnvVar(int, 4, "Most stop strings in one HTTP request."),
+    "VLLM_MSGPACK_ZERO_COPY_THRESHOLD": EnvVar(
+        int, 256, "Tensors of at least this many bytes travel uncopied."
+    ),
+    "VLLM_PLUGINS": EnvVar(_names, None, "Comma list of plugins to load; unset loads all."),
+    "VLLM_SERVER_DEV_MODE": EnvVar(_flag, False, "Serve the development routes (cache reset, pause, sleep)."),
+    "VLLM_SKIP_MODEL_NAME_VALIDATION": EnvVar(_flag, False, "Accept any model name in requests."),
+    "VLLM_TARGET_DEVICE": EnvVar(_choice("cuda", "cpu"), None, "Device to run on; unset detects one."),
+    "VLLM_USE_SIMPLE_KV_OFFLOAD": EnvVar(
+        _flag, False, "--kv-offloading-size uses SimpleCPUOffloadConnector."
+    ),
+    "VLLM_USE_V2_MODEL_RUNNER": EnvVar(_flag, None, "0 selects the V1 convention for resumed requests."),
+    "VLLM_WORKER_MULTIPROC_METHOD": EnvVar(
+        _choice("fork", "spawn"), "spawn", "How worker processes are started."
+    ),
+    "PYTHONHASHSEED": EnvVar(str, None, "Root of the block hash chain, so that processes agree."),
+}
+
+# The same names for the type checker; without a value, so that `__getattr__` below answers.
+VLLM_ALLOW_INSECURE_SERIALIZATION: bool
+VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool
+VLLM_API_KEY: str | None
+VLLM_COMPUTE_NANS_IN_LOGITS: bool
+VLLM_CONFIGURE_LOGGING: bool
+VLLM_CPU_KVCACHE_SPACE: float | None
+VLLM_DISABLE_REQUEST_ID_RANDOMIZATION: bool
+VLLM_ENABLE_V1_MULTIPROCESSING: bool
+VLLM_ENGINE_READY_TIMEOUT_S: int
+VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS: int
+VLLM_HOST_IP: str
+VLLM_HTTP_MAX_REQUEST_BODY_SIZE: int
+VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int
+VLLM_KEEP_ALIVE_ON_ENGINE_DEATH: bool
+VLLM_KV_CACHE_LAYOUT: str | None
+VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES: bool
+VLLM_LOGGING_CONFIG_PATH: str | None
+VLLM_LOGGING_LEVEL: str
+VLLM_LOGGING_PREFIX: str
+VLLM_LOGGING_STREAM: str
+VLLM_LOG_STATS_INTERVAL: float
+VLLM_MAX_COMPLETION_PROMPTS: int
+VLLM_MAX_N_SEQUENCES: int
+VLLM_MAX_NUM_BAD_WORDS: int
+VLLM_MAX_STOP_STRINGS: int
+VLLM_MSGPACK_ZERO_COPY_THRESHOLD: int
+VLLM_PLUGINS: list[str] | None
+VLLM_SERVER_DEV_MODE: bool
+VLLM_SKIP_MODEL_NAME_VALIDATION: bool
+VLLM_TARGET_DEVICE: str | None
+VLLM_USE_SIMPLE_KV_OFFLOAD: bool
+VLLM_USE_V2_MODEL_RUNNER: bool | None
+VLLM_WORKER_MULTIPROC_METHOD: str
+PYTHONHASHSEED: str | None
+
+
+def __getattr__(name: str) -> object:
+    variable = VARIABLES.get(name)
+    if variable is None:
+        raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")
+    text = os.environ.get(name)
+    if text is None:
+        return variable.default
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        raise ValueError(f"Environment variable {name}: {error}") from error
+
+
+def __dir__() -> list[str]:
+    return sorted(VARIABLES)
+
+
+def is_set(name: str) -> bool:
+    """Whether the variable is present in the environment at all."""
+    return name in os.environ
+
+
+def disable_envs_cache() -> None:
+    """Kept for callers of the public interface: values are never cached here, so there is nothing to do."""
+
+
+def unknown_variables() -> dict[str, str | None]:
+    """`VLLM_*` names in the environment that the table lacks, each with the nearest known name or None."""
+    unknown = [name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES]
+    return {name: next(iter(get_close_matches(name, VARIABLES, n=1)), None) for name in sorted(unknown)}

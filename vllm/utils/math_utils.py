@@ -1,0 +1,23 @@
+"""Integer arithmetic used everywhere: ceiling division and rounding. Knows nothing else. Layer: L0."""
+
+from __future__ import annotations
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b` rounded up, for a positive `b`."""
+    return -(a // -b)
+
+
+def round_up(x: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `x`."""
+    return cdiv(x, multiple) * multiple
+
+
+def round_down(x: int, multiple: int) -> int:
+    """The largest multiple of `multiple` that is at most `x`."""
+    return x // multiple * multiple
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`; 1 for every `n < 1`."""
+    return 1 if n < 1 else 1 << (n - 1).bit_length()
