@@ -1,0 +1,49 @@
+"""Base of the metric sinks that connectors bring along.
+
+Owns the construction of metrics from classes that are handed in. It must not import a metrics
+library nor any connector. Layer L4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+
+
+class KVConnectorPromMetrics:
+    """Turns the statistics payload of one connector into metrics.
+
+    ``metric_types`` maps the metric library's classes (gauge, counter, histogram) to the classes to
+    instantiate; all four arguments are the library's and the front end's own, hence opaque here.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+        self._metric_types = metric_types
+        self._labelnames = labelnames
+        self.per_engine_labelvalues = per_engine_labelvalues
+
+    def make_metric(self, library_class_name: str, name: str, documentation: str, labels: list[str]) -> Any:
+        """Instantiate the metric class standing in for the library class of that name.
+
+        ``KeyError`` if the front end did not offer such a class.
+        """
+        for library_class, wanted in self._metric_types.items():
+            if library_class.__name__ == library_class_name:
+                return wanted(name=name, documentation=documentation, labelnames=labels)
+        raise KeyError(f"no metric class named {library_class_name!r} was handed in")
+
+    def make_per_engine(self, metric: Any) -> dict[int, Any]:
+        """One child of ``metric`` per engine index."""
+        return {index: metric.labels(*values) for index, values in self.per_engine_labelvalues.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one interval's payload. The base ignores it."""
