@@ -1,0 +1,88 @@
+"""Writes one benchmark's result as a Markdown table, JSON and a plot below benchmarks/results/."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One figure, by engine or variant. Values of one measurement share a unit, named in `name`."""
+
+    name: str
+    values: dict[str, float]
+
+
+def machine() -> str:
+    """The machine in words: processor and cores."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].split(":", 1)[1].strip() if lines else model
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def ratio(measurement: Measurement, higher_is_better: set[str]) -> float | None:
+    """How many times better the first variant is than the second; None with one variant."""
+    values = list(measurement.values.values())
+    if len(values) < 2 or not all(values):
+        return None
+    return values[0] / values[1] if measurement.name in higher_is_better else values[1] / values[0]
+
+
+def write_report(
+    name: str, title: str, rows: list[Measurement], higher_is_better: set[str] | None = None
+) -> None:
+    """Writes results/NAME.md, .json and .png and prints the table."""
+    better = higher_is_better or set()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    variants = list(dict.fromkeys(v for row in rows for v in row.values))
+    day = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    lines = [f"# {title}", "", f"{day}, {machine()}. Ratio: how many times better the first column is.", ""]
+    lines += ["| figure | " + " | ".join(variants) + " | ratio |", "|---|" + "---:|" * (len(variants) + 1)]
+    for row in rows:
+        cells = [f"{row.values[v]:.2f}" if v in row.values else "–" for v in variants]
+        factor = ratio(row, better)
+        lines.append(
+            f"| {row.name} | " + " | ".join(cells) + f" | {'–' if factor is None else f'{factor:.2f}'} |"
+        )
+    text = "\n".join(lines) + f"\n\n![{title}]({name}.png)\n"
+    (RESULTS / f"{name}.md").write_text(text)
+    data = {"title": title, "date": day, "machine": machine(), "rows": {row.name: row.values for row in rows}}
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    _plot(name, title, rows, variants)
+    print(text)
+
+
+def _plot(name: str, title: str, rows: list[Measurement], variants: list[str]) -> None:
+    """One small bar chart per measurement: units differ, so they share no axis."""
+    columns = 4
+    height = -(-len(rows) // columns)
+    figure, axes = plt.subplots(height, columns, figsize=(4 * columns, 2.6 * height), squeeze=False)
+    for axis in axes.flat:
+        axis.set_visible(False)
+    for axis, row in zip(axes.flat, rows, strict=False):
+        axis.set_visible(True)
+        shown = [v for v in variants if v in row.values]
+        bars = axis.bar(shown, [row.values[v] for v in shown], color=[f"C{variants.index(v)}" for v in shown])
+        axis.bar_label(bars, fmt="%.3g", fontsize=8)
+        axis.set_title(row.name, fontsize=9)
+        axis.tick_params(labelsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.png", dpi=90)
+    plt.close(figure)
