@@ -1,0 +1,326 @@
+"""Publishes KV event batches on a ZMQ PUB socket and replays recent ones on a ROUTER socket.
+
+Owns addresses, sequence numbers, the bounded queue, the replay ring and the one thread that touches
+the sockets. It must not know what an event means. Layer L6.
+
+Live message: ``[topic, sequence (8 bytes, big endian), payload]``. Replay request (REQ, or DEALER
+with an empty delimiter): ``[start sequence]``; the answer is one such message per kept batch from
+there on, then the end marker ``["", END_SEQ, ""]``. If batches before the oldest kept one were asked
+for, the marker carries the oldest sequence before its last frame: ``["", END_SEQ, oldest, ""]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+import time
+from collections import deque
+from itertools import islice
+
+import zmq
+
+from vllm import envs
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_event_publisher import EventPublisher, PublisherCounters
+from vllm.distributed.kv_event_types import EventBatch, EventCodec
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+SHUTDOWN_TIMEOUT_S = 1.0
+# The thread is woken by publish and by requests; this is only how often it looks round regardless.
+IDLE_POLL_MS = 1000
+# Lets the last batches (a reset's, say) reach connected subscribers after the socket was closed.
+LINGER_MS = 200
+WILDCARD_HOSTS = ("*", "0.0.0.0", "::", "[::]")
+
+
+class ZmqEventPublisher(EventPublisher):
+    """PUB publisher with replay. Addresses are offset by the data-parallel rank.
+
+    ``bind=None`` follows the address: wildcard hosts, ``ipc://`` and ``inproc://`` are bound, other
+    addresses are connected to. ``max_queue_size`` bounds the batches waiting inside the process;
+    beyond it whole batches are dropped and counted, and their sequence numbers stay unused.
+    Raises ``ValueError`` for addresses that cannot work and ``zmq.ZMQError`` if binding fails.
+    """
+
+    SHUTDOWN_TIMEOUT = SHUTDOWN_TIMEOUT_S
+    END_SEQ = (-1).to_bytes(8, "big", signed=True)
+
+    def __init__(
+        self,
+        data_parallel_rank: int,
+        endpoint: str = "tcp://*:5557",
+        replay_endpoint: str | None = None,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        topic: str = "",
+        bind: bool | None = None,
+    ) -> None:
+        super().__init__(data_parallel_rank)
+        if max_queue_size < 1:
+            raise ValueError(f"max_queue_size must be at least 1, got {max_queue_size}")
+        if buffer_steps < 0:
+            raise ValueError(f"buffer_steps must not be negative, got {buffer_steps}")
+        check_port_ranges(endpoint, replay_endpoint, data_parallel_rank)
+        self._topic = topic.encode("utf-8")
+        self._max_queue_size = max_queue_size
+        self._queue: deque[tuple[int, EventBatch]] = deque()
+        self._ring: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._codec = EventCodec()
+        self._next_seq = 0
+        self._first_seq_sent: int | None = None
+        self._counters = PublisherCounters()
+        self._events_by_type: dict[str, int] = {}
+        self._running = True
+
+        context = zmq.Context.instance()
+        own_endpoint = self.offset_endpoint_port(endpoint, data_parallel_rank)
+        own_replay = self.offset_endpoint_port(replay_endpoint, data_parallel_rank)
+        self._pub = context.socket(zmq.PUB)
+        self._pub.set_hwm(hwm)
+        self._replay: zmq.Socket[bytes] | None = None
+        try:
+            assert own_endpoint is not None
+            bound = _open(self._pub, own_endpoint, _binds(own_endpoint) if bind is None else bind)
+            bound_replay = None
+            if own_replay is not None:
+                self._replay = context.socket(zmq.ROUTER)
+                # A slow reader gets a whole ring and its end marker, twice over, before anything is lost.
+                self._replay.setsockopt(zmq.SNDHWM, 2 * (buffer_steps + 1))
+                bound_replay = _open(self._replay, own_replay, bind=True)
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=bound,
+            replay_endpoint=bound_replay,
+            buffer_steps=buffer_steps,
+            hwm=hwm,
+            max_queue_size=max_queue_size,
+            topic=topic,
+        )
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        # From here on only the thread touches the sockets; its start orders the two.
+        self._thread = threading.Thread(target=self._run, name="zmq-publisher", daemon=True)
+        self._thread.start()
+        logger.info("KV events are published on %s, replay on %s", bound, bound_replay)
+
+    # -- called by the core -------------------------------------------------------------------
+
+    def publish(self, events: EventBatch) -> None:
+        if not self._running:
+            raise RuntimeError("Publisher is closed")
+        if events.data_parallel_rank is None:
+            events.data_parallel_rank = self._data_parallel_rank
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        if len(self._queue) >= self._max_queue_size:
+            self._count(batches_dropped=1)
+            logger.warning_once("The KV event queue is full; whole batches are dropped and leave gaps.")
+            return
+        self._queue.append((seq, events))
+        self._wake()
+
+    def shutdown(self) -> None:
+        if not self._running:
+            return
+        self._running = False
+        self._wake()
+        self._thread.join(timeout=2 * SHUTDOWN_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("The KV event thread did not end; %d batches are lost.", len(self._queue))
+
+    def get_publisher_config(self) -> KVEventsConfig:
+        return self._config
+
+    def get_counters(self) -> PublisherCounters:
+        return dataclasses.replace(
+            self._counters, events_sent=dict(self._events_by_type), queue_depth=len(self._queue)
+        )
+
+    # -- addresses ----------------------------------------------------------------------------
+
+    @staticmethod
+    def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int | None) -> str | None:
+        """The address of a rank: port + rank for tcp, suffix ``_dp{rank}`` for inproc and ipc.
+
+        Rank 0 (or None) and port 0 stay as they are. Other transports: ``ValueError``.
+        """
+        if not endpoint or not data_parallel_rank:
+            return endpoint
+        if endpoint.startswith(("inproc", "ipc")):
+            return f"{endpoint}_dp{data_parallel_rank}"
+        port = _tcp_port(endpoint)
+        if port is None:
+            raise ValueError(
+                f"Invalid endpoint {endpoint!r}: must contain 'inproc', 'ipc' or 'tcp' with a port"
+            )
+        if port == 0:
+            return endpoint
+        return f"{endpoint.rpartition(':')[0]}:{port + data_parallel_rank}"
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        try:
+            self._wake_sender.send(b"\0")
+        except OSError:
+            # Full: the thread has been told often enough. Closed: it is gone.
+            return
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, zmq.POLLIN)
+        try:
+            while self._running:
+                poller.poll(0 if self._queue else IDLE_POLL_MS)
+                self._swallow_wakes()
+                self._send_next()
+                self._answer_replays()
+            deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+            while self._queue and time.monotonic() < deadline:
+                self._send_next()
+        finally:
+            self._close_sockets()
+            self._wake_receiver.close()
+            self._wake_sender.close()
+
+    def _swallow_wakes(self) -> None:
+        try:
+            while self._wake_receiver.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def _send_next(self) -> None:
+        if not self._queue:
+            return
+        seq, batch = self._queue.popleft()
+        try:
+            payload = self._codec.encode(batch)
+            # Kept first, so that a batch whose sending fails can still be replayed.
+            self._ring.append((seq, payload))
+            self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
+        except Exception:  # the thread's edge: one bad batch must not end the stream
+            self._count(batches_dropped=1)
+            logger.exception("KV event batch %d could not be published", seq)
+            return
+        self._count(batches_sent=1)
+        for event in batch.events:
+            kind = type(event).__name__
+            self._events_by_type[kind] = self._events_by_type.get(kind, 0) + 1
+
+    def _answer_replays(self) -> None:
+        if self._replay is None:
+            return
+        try:
+            while True:
+                self._answer(self._replay, self._replay.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return
+        except Exception:  # the thread's edge: a bad request must not end the stream
+            logger.exception("A KV event replay request failed")
+
+    def _answer(self, replay: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        if len(frames) != 3:
+            logger.warning("Ignored a replay request of %d frames (expected 3)", len(frames))
+            return
+        client, _, start_frame = frames
+        start = int.from_bytes(start_frame, "big")
+        self._count(replay_requests=1)
+        oldest = self._ring[0][0] if self._ring else self._next_seq
+        # Sequence numbers rise along the ring, so the wanted part is its end.
+        wanted = sum(1 for seq, _ in self._ring if seq >= start)
+        for seq, payload in islice(self._ring, len(self._ring) - wanted, None):
+            replay.send_multipart((client, b"", self._topic, seq.to_bytes(8, "big"), payload))
+        marker = [client, b"", b"", self.END_SEQ]
+        if start < oldest:
+            marker.append(oldest.to_bytes(8, "big"))
+        replay.send_multipart([*marker, b""])
+
+    def _count(self, **increments: int) -> None:
+        changes = {name: getattr(self._counters, name) + value for name, value in increments.items()}
+        self._counters = dataclasses.replace(self._counters, **changes)
+
+    def _close_sockets(self) -> None:
+        self._pub.close(linger=LINGER_MS)
+        if self._replay is not None:
+            self._replay.close(linger=LINGER_MS)
+
+
+def check_port_ranges(endpoint: str, replay_endpoint: str | None, data_parallel_rank: int) -> None:
+    """Refuse addresses of which one rank's is another rank's: ``ValueError`` naming both.
+
+    Rank r uses port + r for both sockets, so the two ranges collide from the rank on that equals
+    the distance of the two base ports.
+    """
+    if replay_endpoint is None:
+        return
+    if not endpoint.startswith("tcp") and endpoint == replay_endpoint:
+        raise ValueError(f"endpoint and replay_endpoint must differ, both are {endpoint!r}")
+    port, replay_port = _tcp_port(endpoint), _tcp_port(replay_endpoint)
+    if not port or not replay_port:
+        return
+    if abs(port - replay_port) <= data_parallel_rank:
+        raise ValueError(
+            f"The port ranges of endpoint {endpoint!r} and replay_endpoint {replay_endpoint!r} overlap: "
+            f"data-parallel rank {data_parallel_rank} needs them at least {data_parallel_rank + 1} apart"
+        )
+
+
+def _tcp_port(endpoint: str) -> int | None:
+    if not endpoint.startswith("tcp"):
+        return None
+    port = endpoint.rpartition(":")[2]
+    return int(port) if port.isdecimal() else None
+
+
+def _binds(endpoint: str) -> bool:
+    if endpoint.startswith(("ipc://", "inproc://")):
+        return True
+    return "*" in endpoint or "::" in endpoint or "://0.0.0.0:" in endpoint
+
+
+def _open(sock: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
+    """Bind or connect; returns the address as others reach it."""
+    if not bind:
+        sock.connect(endpoint)
+        return endpoint
+    if "[" in endpoint or "::" in endpoint:
+        sock.setsockopt(zmq.IPV6, 1)
+    if endpoint == "tcp://*:0":
+        host = _node_address()
+        if ":" in host:
+            sock.setsockopt(zmq.IPV6, 1)
+            host = f"[{host}]"
+        sock.bind(f"tcp://{host}:0")
+        return sock.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+    sock.bind(endpoint)
+    if _tcp_port(endpoint) == 0:
+        return sock.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+    return endpoint
+
+
+def _node_address() -> str:
+    """This node's address towards its network; ``RuntimeError`` naming the setting if there is none."""
+    if envs.VLLM_HOST_IP:
+        return envs.VLLM_HOST_IP
+    for family, probe in ((socket.AF_INET, "8.8.8.8"), (socket.AF_INET6, "2001:4860:4860::8888")):
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.connect((probe, 80))  # a datagram socket sends nothing here
+                return str(sock.getsockname()[0])
+            except OSError:
+                continue
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise RuntimeError("No address of this node was found; set VLLM_HOST_IP") from error
