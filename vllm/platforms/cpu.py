@@ -1,0 +1,85 @@
+"""The host processor as a device: memory, cores, threads. Layer: L6, imports only L0.
+
+Owns: facts read from the operating system (cgroup limits included). Must not know: how much of it the KV cache takes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import ClassVar
+
+from vllm.platforms.interface import Platform, PlatformEnum
+
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _meminfo(key: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == key:
+            return int(rest.split()[0]) * 1024
+    return None
+
+
+def _cgroup_limit_and_usage() -> tuple[int, int] | None:
+    for limit_file, usage_file in _CGROUP_FILES:
+        limit, usage = _read_int(limit_file), _read_int(usage_file)
+        if limit is not None and usage is not None:
+            return limit, usage
+    return None
+
+
+class CpuPlatform(Platform):
+    """The host processor."""
+
+    _enum: ClassVar[PlatformEnum] = PlatformEnum.CPU
+    device_name: ClassVar[str] = "cpu"
+    device_type: ClassVar[str] = "cpu"
+    dist_backend: ClassVar[str] = "gloo"
+    worker_cls: ClassVar[str] = "vllm.v1.worker.cpu_worker.CPUWorker"
+    default_block_size: ClassVar[int] = 16
+    hybrid_block_alignment: ClassVar[int] = 16
+    supported_dtype_names: ClassVar[tuple[str, ...]] = ("bfloat16", "float16", "float32")
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        """Bytes of memory this process may use at most: the machine's, or less in a container."""
+        total = _meminfo("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        cgroup = _cgroup_limit_and_usage()
+        return total if cgroup is None else min(total, cgroup[0])
+
+    @classmethod
+    def get_available_memory(cls) -> int:
+        """Bytes that can be allocated now without swapping, within a container's limit."""
+        available = _meminfo("MemAvailable") or cls.get_device_total_memory()
+        cgroup = _cgroup_limit_and_usage()
+        return available if cgroup is None else max(0, min(available, cgroup[0] - cgroup[1]))
+
+    @classmethod
+    def get_device_count(cls) -> int:
+        """The host counts as one device."""
+        return 1
+
+    @classmethod
+    def get_num_threads(cls) -> int:
+        """Compute threads to use: OMP_NUM_THREADS if set, else the processors this process may run on."""
+        chosen = os.environ.get("OMP_NUM_THREADS", "")
+        if chosen.isdigit() and int(chosen) > 0:
+            return int(chosen)
+        return max(1, len(os.sched_getaffinity(0)))
