@@ -54,9 +54,13 @@ class Registry:
             raise ValueError(f"{self._what} {name!r} is already registered as {self._targets[name]!r}")
         self._targets[name] = target
 
+    def find(self, name: str) -> str | None:
+        """The target of `name`, not loaded, or None if neither the table nor an entry point has it."""
+        return self._targets.get(name) or self._find_entry_point(name)
+
     def resolve(self, name: str) -> object:
         """The object behind `name`. Raises ValueError listing the known names if there is none."""
-        target = self._targets.get(name) or self._find_entry_point(name)
+        target = self.find(name)
         if target is None:
             raise ValueError(f"Unknown {self._what} {name!r}; known: {', '.join(self.names())}")
         return resolve_object(target)
