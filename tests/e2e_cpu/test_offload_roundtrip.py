@@ -87,7 +87,7 @@ def _tokens_of(event: dict[str, object]) -> bool:
 def _is_part(prompt: list[int], event: dict[str, object]) -> bool:
     tokens = event["token_ids"]
     assert isinstance(tokens, list)
-    return any(prompt[i : i + len(tokens)] == tokens for i in range(0, len(prompt) - len(tokens) + 1))
+    return any(prompt[i : i + len(tokens)] == tokens for i in range(len(prompt) - len(tokens) + 1))
 
 
 def _assert_chains(index: CacheIndex) -> None:
