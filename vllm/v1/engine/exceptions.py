@@ -3,7 +3,9 @@
 Owns the difference between "this request failed" and "the core is gone".  Knows nothing of HTTP.
 """
 
-ENGINE_DEAD_MESSAGE = "The engine core has stopped because of an unrecoverable error; see the log above for the root cause."
+ENGINE_DEAD_MESSAGE = (
+    "The engine core has stopped because of an unrecoverable error; see the log above for the root cause."
+)
 CLIENT_MESSAGE = "The engine is not available right now. Please try again later."
 
 
