@@ -1,0 +1,174 @@
+"""What every mover of KV blocks shares: the job, its outcome, the contract, and the runs of a job.
+
+Owns the vocabulary between the offload worker and its backends. It must not know requests, hashes
+or tiers. Layer L6.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vllm.utils.checks import check
+
+# Region name → int8 tensor [blocks, bytes per block]; rows may be apart, the bytes of a row are not.
+Regions = Mapping[str, torch.Tensor]
+
+
+class CopyError(RuntimeError):
+    """A copy did not happen. ``bad_blocks`` are source blocks whose content is unusable."""
+
+    def __init__(self, message: str, bad_blocks: frozenset[int] = frozenset()) -> None:
+        super().__init__(message)
+        self.bad_blocks = bad_blocks
+
+
+class WaitEvent(Protocol):
+    """A point on the device that a copy has to wait for."""
+
+    def synchronize(self) -> None: ...
+
+
+class CompletionEvent(Protocol):
+    """What backends hand out: becomes true once, when the copy is over."""
+
+    def query(self) -> bool: ...
+
+
+class CopyResult:
+    """Outcome of one job. The mover resolves it once; any thread may look.
+
+    ``error`` is None after success. Writing bytes and giving up are mutually exclusive: a mover holds
+    ``guard`` around each write and stops if the result is resolved already, so that after
+    ``resolve`` no byte of the targets changes any more.
+    """
+
+    __slots__ = ("_done", "_resolving", "error", "guard")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._resolving = threading.Lock()
+        self.guard = threading.Lock()
+        self.error: BaseException | None = None
+
+    def query(self) -> bool:
+        """True once the copy is over, well or badly."""
+        return self._done.is_set()
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end; False if the time ran out first."""
+        return self._done.wait(timeout_s)
+
+    def resolve(self, error: BaseException | None = None) -> None:
+        """End the job. Only the first call counts."""
+        with self._resolving:
+            if self._done.is_set():
+                return
+            self.error = error
+            self._done.set()
+
+    def give_up(self, error: BaseException, patience_s: float) -> bool:
+        """Resolve as failed unless a write is under way that does not end within ``patience_s``."""
+        if not self.guard.acquire(timeout=patience_s):
+            return self.query()
+        try:
+            self.resolve(error)
+        finally:
+            self.guard.release()
+        return True
+
+    @property
+    def bad_blocks(self) -> frozenset[int]:
+        """Source blocks that the failure showed to be unusable."""
+        return self.error.bad_blocks if isinstance(self.error, CopyError) else frozenset()
+
+
+EventsList = list[tuple[int, CompletionEvent]]
+
+
+@dataclass(slots=True)
+class CopyJob:
+    """Copy ``src_blocks[i]`` of every region onto ``dst_blocks[i]``, all or nothing as far as reported."""
+
+    src_blocks: Sequence[int]
+    dst_blocks: Sequence[int]
+    is_store: bool
+    event_idx: int
+    wait_event: WaitEvent | None = None
+    result: CopyResult = field(default_factory=CopyResult)
+
+    def __post_init__(self) -> None:
+        check(
+            len(self.src_blocks) == len(self.dst_blocks),
+            f"{len(self.src_blocks)} source blocks for {len(self.dst_blocks)} target blocks",
+        )
+
+
+class CopyBackend(ABC):
+    """Moves blocks between device and a lower tier.
+
+    ``launch_copy`` appends ``(event_idx, event)`` to ``events_list``; the event's ``query`` turns true
+    when the copy is over. Errors never raise later: they are in the result (`CopyResult.error`).
+    Stores read their source after ``wait_event``; a backend keeps the order of jobs per direction.
+    """
+
+    @abstractmethod
+    def launch_copy(
+        self,
+        src_blocks: Sequence[int],
+        dst_blocks: Sequence[int],
+        is_store: bool,
+        event_idx: int,
+        events_list: EventsList,
+        wait_event: WaitEvent | None = None,
+    ) -> None:
+        """Queue one copy: device → tier if ``is_store``, else tier → device. Does not block."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End all threads and release what the backend owns; open jobs end as failed. Idempotent."""
+
+    def check_health(self) -> None:
+        """Called once per step: fail the jobs of a mover that died or hangs, and replace it."""
+        return
+
+
+class Run(NamedTuple):
+    """``length`` consecutive source blocks going to consecutive target blocks."""
+
+    source: int
+    target: int
+    length: int
+
+
+def coalesce(src_blocks: Sequence[int], dst_blocks: Sequence[int], max_length: int) -> Iterator[Run]:
+    """The pairs as runs of at most ``max_length`` blocks, in order."""
+    start = 0
+    for i in range(1, len(src_blocks) + 1):
+        goes_on = (
+            i < len(src_blocks)
+            and i - start < max_length
+            and src_blocks[i] == src_blocks[i - 1] + 1
+            and dst_blocks[i] == dst_blocks[i - 1] + 1
+        )
+        if not goes_on:
+            yield Run(src_blocks[start], dst_blocks[start], i - start)
+            start = i
+
+
+def check_blocks(job: CopyJob, source: Regions, target: Regions) -> None:
+    """Raise `CopyError` for a block id outside its regions, before any byte moves."""
+    for blocks, regions, what in ((job.src_blocks, source, "source"), (job.dst_blocks, target, "target")):
+        size = min((region.shape[0] for region in regions.values()), default=0)
+        if blocks and not (min(blocks) >= 0 and max(blocks) < size):
+            raise CopyError(f"{what} blocks {min(blocks)}..{max(blocks)} are outside 0..{size - 1}")
+
+
+def bytes_per_block(regions: Regions) -> int:
+    """Bytes of one block over all regions."""
+    return sum(region.shape[1] for region in regions.values())

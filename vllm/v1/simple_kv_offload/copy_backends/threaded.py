@@ -1,0 +1,73 @@
+"""Copies between host-visible regions on two background threads, one per direction. Layer L6."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm.utils.clock import Clock, MonotonicClock
+from vllm.v1.simple_kv_offload.copy_backends.base import (
+    CopyBackend,
+    CopyError,
+    CopyJob,
+    EventsList,
+    Regions,
+    WaitEvent,
+)
+from vllm.v1.simple_kv_offload.copy_backends.host_copy import HostCopier
+from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
+
+DEFAULT_DEADLINE_S = 60.0
+
+
+class ThreadedCopyBackend(CopyBackend):
+    """Loads and stores run beside the forward and never wait for each other."""
+
+    def __init__(self, clock: Clock | None = None, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        self._clock = clock or MonotonicClock()
+        self._deadline_s = deadline_s
+        self._copier: HostCopier | None = None
+        self._lanes: dict[bool, CopyLane] = {}
+
+    def init(
+        self,
+        gpu_caches: Regions,
+        cpu_caches: Regions,
+        device: torch.device,
+        load_stream: object = None,
+        store_stream: object = None,
+    ) -> None:
+        """Bind the regions (both in host memory) and start the threads. Streams have no meaning here."""
+        self._copier = HostCopier(gpu_caches, cpu_caches)
+        self._lanes = {
+            is_store: CopyLane(name, self._copier.copy, self._clock, self._deadline_s)
+            for is_store, name in ((False, "kv-offload-load"), (True, "kv-offload-store"))
+        }
+
+    def launch_copy(
+        self,
+        src_blocks: Sequence[int],
+        dst_blocks: Sequence[int],
+        is_store: bool,
+        event_idx: int,
+        events_list: EventsList,
+        wait_event: WaitEvent | None = None,
+    ) -> None:
+        # The caller may reuse its lists; the job outlives the call.
+        job = CopyJob(tuple(src_blocks), tuple(dst_blocks), is_store, event_idx, wait_event)
+        events_list.append((event_idx, job.result))
+        if not self._lanes:
+            job.result.resolve(CopyError("the copy backend is not initialised or was shut down"))
+            return
+        self._lanes[is_store].submit(job)
+
+    def check_health(self) -> None:
+        for lane in self._lanes.values():
+            lane.check_health()
+
+    def shutdown(self) -> None:
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.shutdown()
+        self._copier = None

@@ -1,0 +1,72 @@
+"""Orders of one step from the offload manager to the workers, and the workers' reports.
+
+Owns records only. It must not know how blocks are chosen nor how bytes move. Layer L4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.v1.kv_connector_types import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+INVALID_JOB_ID = -1
+
+
+@dataclass
+class SimpleCPUOffloadMetadata(KVConnectorMetadata):
+    """At most one load order and one store order; an event index of -1 means none.
+
+    ``*_gpu_blocks[i]`` pairs with ``*_cpu_blocks[i]``. Event indices rise per direction and are never
+    used again. ``load_event_to_reqs`` names the requests of this step's load only.
+    """
+
+    load_event: int = INVALID_JOB_ID
+    load_gpu_blocks: list[int] = field(default_factory=list)
+    load_cpu_blocks: list[int] = field(default_factory=list)
+    load_event_to_reqs: dict[int, list[str]] = field(default_factory=dict)
+    store_event: int = INVALID_JOB_ID
+    store_gpu_blocks: list[int] = field(default_factory=list)
+    store_cpu_blocks: list[int] = field(default_factory=list)
+    # References protect the blocks of running copies, so a preemption needs no flush; kept for readers.
+    need_flush: bool = False
+    load_block_counts: list[int] = field(default_factory=list)
+    """Blocks per request of the load, in order; empty = the requests share the whole load."""
+    failed_load_reqs: list[str] = field(default_factory=list)
+    """Requests whose accepted tokens cannot be delivered; workers report them as failed loads."""
+
+    def is_empty(self) -> bool:
+        """True if the workers have nothing to do."""
+        return (
+            self.load_event == INVALID_JOB_ID
+            and self.store_event == INVALID_JOB_ID
+            and not self.failed_load_reqs
+        )
+
+
+@dataclass
+class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
+    """How many ranks reported each store event as completed, or as failed, since the last report.
+
+    ``bad_cpu_blocks`` are source blocks whose content turned out unusable during a load.
+    """
+
+    completed_store_events: dict[int, int] = field(default_factory=dict)
+    failed_store_events: dict[int, int] = field(default_factory=dict)
+    bad_cpu_blocks: set[int] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> SimpleCPUOffloadWorkerMetadata:
+        """The sum of both reports, as a new record."""
+        if not isinstance(other, SimpleCPUOffloadWorkerMetadata):
+            raise TypeError(f"cannot aggregate {type(other).__name__} into a CPU offload report")
+        return SimpleCPUOffloadWorkerMetadata(
+            _add_counts(self.completed_store_events, other.completed_store_events),
+            _add_counts(self.failed_store_events, other.failed_store_events),
+            self.bad_cpu_blocks | other.bad_cpu_blocks,
+        )
+
+
+def _add_counts(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:
+    total = dict(left)
+    for event, count in right.items():
+        total[event] = total.get(event, 0) + count
+    return total
