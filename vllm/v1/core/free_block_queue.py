@@ -1,0 +1,117 @@
+"""The ordered list of blocks nobody holds; the front is handed out, and so evicted, first. Layer: L3.
+
+Owns the links inside the block records. It must not know hashes, references or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from vllm.v1.core.kv_cache_block import KVCacheBlock
+
+
+class FreeKVCacheBlockQueue:
+    """Doubly linked through the blocks themselves: every operation is O(1) per block and allocates no nodes.
+
+    `fake_free_list_head` and `fake_free_list_tail` are sentinels with id -1, so that no operation has a special
+    case at the ends. A block is queued if and only if its links are set.
+    """
+
+    __slots__ = ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks")
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self.num_free_blocks = 0
+        self.fake_free_list_head = KVCacheBlock(block_id=-1)
+        self.fake_free_list_tail = KVCacheBlock(block_id=-1)
+        self.fake_free_list_head.next_free_block = self.fake_free_list_tail
+        self.fake_free_list_tail.prev_free_block = self.fake_free_list_head
+        self.append_n(blocks)
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the block at the front. ValueError when the queue is empty."""
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Take `n` blocks from the front, in order. ValueError, and no change, if there are fewer."""
+        if n > self.num_free_blocks:
+            raise ValueError(f"{n} free blocks wanted, {self.num_free_blocks} left")
+        head = self.fake_free_list_head
+        taken: list[KVCacheBlock] = []
+        block = head.next_free_block
+        for _ in range(n):
+            assert block is not None
+            following = block.next_free_block
+            block.prev_free_block = block.next_free_block = None
+            taken.append(block)
+            block = following
+        assert block is not None
+        head.next_free_block = block
+        block.prev_free_block = head
+        self.num_free_blocks -= n
+        return taken
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take `block` out of the middle. RuntimeError if it is not queued."""
+        before, after = block.prev_free_block, block.next_free_block
+        if before is None or after is None:
+            raise RuntimeError(f"block {block.block_id} is not in the free queue")
+        before.next_free_block = after
+        after.prev_free_block = before
+        block.prev_free_block = block.next_free_block = None
+        self.num_free_blocks -= 1
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put `block` at the tail: it is handed out last."""
+        self.append_n((block,))
+
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put `blocks` at the tail, in order."""
+        if not blocks:
+            return
+        tail = self.fake_free_list_tail
+        last = tail.prev_free_block
+        assert last is not None
+        for block in blocks:
+            if block.prev_free_block is not None:
+                raise RuntimeError(f"block {block.block_id} is already in the free queue")
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        last.next_free_block = tail
+        tail.prev_free_block = last
+        self.num_free_blocks += len(blocks)
+
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put `blocks` at the front, in order: the first of them is handed out next."""
+        if not blocks:
+            return
+        head = self.fake_free_list_head
+        first = head.next_free_block
+        assert first is not None
+        last = head
+        for block in blocks:
+            if block.prev_free_block is not None:
+                raise RuntimeError(f"block {block.block_id} is already in the free queue")
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        last.next_free_block = first
+        first.prev_free_block = last
+        self.num_free_blocks += len(blocks)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """All queued blocks from front to tail. Walks the whole queue."""
+        return list(self.iter_blocks_after(None))
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        """Queued blocks behind `cursor` (from the front if None), in eviction order.
+
+        `cursor` must be queued, else RuntimeError. The queue must not change while the iterator runs.
+        """
+        if cursor is not None and cursor.next_free_block is None:
+            raise RuntimeError(f"block {cursor.block_id} is not in the free queue")
+        tail = self.fake_free_list_tail
+        block = (cursor or self.fake_free_list_head).next_free_block
+        while block is not None and block is not tail:
+            yield block
+            block = block.next_free_block
