@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from vllm.utils.math_utils import cdiv, round_up
 from vllm.v1.kv_cache_quant_mode import KVQuantMode
@@ -87,6 +87,31 @@ class AttentionSpec(KVCacheSpec):
             )
         return self.page_size_padded
 
+    def tp_replicas(self, tp_size: int, dcp_size: int) -> int:
+        if self.max_tp_shards is None:
+            return 1
+        replicas = tp_size // min(tp_size, self.max_tp_shards)
+        return max(1, replicas // dcp_size) if self.dcp_sharded else replicas
+
+    def with_page_size(self, page_size_bytes: int) -> KVCacheSpec | None:
+        if page_size_bytes == self.page_size_bytes:
+            return self
+        wider = self._with_more_tokens(page_size_bytes)
+        if wider is not None:
+            return wider
+        if page_size_bytes < self.unpadded_page_size_bytes:
+            return None
+        return replace(self, page_size_padded=page_size_bytes)
+
+    def _with_more_tokens(self, page_size_bytes: int) -> Self | None:
+        """A page of that many bytes with proportionally more tokens, or None if it does not come out even."""
+        ratio, rest = divmod(page_size_bytes, self.page_size_bytes)
+        if rest or ratio == 0:
+            return None
+        padded = None if self.page_size_padded is None else page_size_bytes
+        wider = replace(self, block_size=self.block_size * ratio, page_size_padded=padded)
+        return wider if wider.page_size_bytes == page_size_bytes else None
+
     def _dcp_size(self, vllm_config: SizingContext) -> int:
         return vllm_config.parallel_config.decode_context_parallel_size if self.dcp_sharded else 1
 
@@ -158,6 +183,9 @@ class MLAAttentionSpec(FullAttentionSpec):
     @property
     def kv_cache_spec_kind(self) -> KVCacheSpecKind:
         return KVCacheSpecKind.MLA_ATTENTION
+
+    def with_page_size(self, page_size_bytes: int) -> KVCacheSpec | None:
+        return self if page_size_bytes == self.page_size_bytes else self._with_more_tokens(page_size_bytes)
 
     @classmethod
     def merge(cls: type[MLAT], specs: Sequence[MLAT]) -> MLAT:

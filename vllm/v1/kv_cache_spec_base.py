@@ -32,7 +32,7 @@ class ModelLimits(Protocol):
     """The part of a model config that sizing needs."""
 
     @property
-    def max_model_len(self) -> int: ...
+    def max_model_len(self) -> int | None: ...
 
 
 class ParallelLimits(Protocol):
@@ -63,10 +63,11 @@ class SizingContext(Protocol):
 
 
 def max_model_len_of(vllm_config: SizingContext) -> int:
-    """`model_config.max_model_len`; ValueError without a model config."""
-    if vllm_config.model_config is None:
-        raise ValueError("KV cache sizing needs a model_config to know max_model_len")
-    return vllm_config.model_config.max_model_len
+    """`model_config.max_model_len`; ValueError without a model config or while the length is not resolved."""
+    model_config = vllm_config.model_config
+    if model_config is None or model_config.max_model_len is None:
+        raise ValueError("KV cache sizing needs a model_config with a resolved max_model_len")
+    return model_config.max_model_len
 
 
 class KVCacheSpecKind(StrEnum):
@@ -159,6 +160,11 @@ class KVCacheSpec:
         return True
 
     @property
+    def keeps_aligned_states(self) -> bool:
+        """The cache is a recurrent state that is kept at multiples of the block size."""
+        return False
+
+    @property
     def prefix_replay_tokens(self) -> int:
         """Tokens before the end of a prefix hit that must be computed again because this kind does not keep them."""
         return 0
@@ -231,6 +237,22 @@ class KVCacheSpec:
     def copy_with_new_block_size(self: SpecT, block_size: int) -> SpecT:
         """The same spec with another number of tokens per block."""
         return replace(self, block_size=block_size)
+
+    def with_page_size(self, page_size_bytes: int) -> KVCacheSpec | None:
+        """The same cache with a page of exactly that many bytes, by more tokens or by padding; None if impossible."""
+        return self if page_size_bytes == self.page_size_bytes else None
+
+    def with_retained_tokens(self, extra_retained_tokens: int) -> KVCacheSpec:
+        """The same cache that keeps that many tokens before its window; kinds without a window do not change."""
+        return self
+
+    def as_full_attention(self, block_size: int) -> KVCacheSpec:
+        """The cache that keeps every token where this kind keeps a window; other kinds do not change."""
+        return self
+
+    def tp_replicas(self, tp_size: int, dcp_size: int) -> int:
+        """How many tensor-parallel ranks hold identical bytes of this cache; 1 where it is not known."""
+        return 1
 
     @classmethod
     def merge(cls: type[SpecT], specs: Sequence[SpecT]) -> SpecT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 
@@ -53,6 +53,10 @@ class MambaSpec(KVCacheSpec):
         )
 
     @property
+    def keeps_aligned_states(self) -> bool:
+        return self.mamba_cache_mode == "align"
+
+    @property
     def state_content_size_bytes(self) -> int:
         sizes = [prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True)]
         return sum(sizes) // self.num_heads
@@ -80,6 +84,14 @@ class MambaSpec(KVCacheSpec):
     @property
     def uses_slot_mapping(self) -> bool:
         return False
+
+    def tp_replicas(self, tp_size: int, dcp_size: int) -> int:
+        return tp_size if self.tp_replicated else 1
+
+    def with_page_size(self, page_size_bytes: int) -> KVCacheSpec | None:
+        if page_size_bytes < self.unpadded_page_size_bytes:
+            return None
+        return replace(self, page_size_padded=page_size_bytes)
 
     def max_memory_usage_bytes(self, vllm_config: SizingContext) -> int:
         if self.mamba_cache_mode == "align":

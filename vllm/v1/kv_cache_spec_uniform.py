@@ -81,6 +81,10 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return self._prefix_cacheable
 
     @property
+    def keeps_aligned_states(self) -> bool:
+        return self.first_spec.keeps_aligned_states
+
+    @property
     def prefix_replay_tokens(self) -> int:
         return max(spec.prefix_replay_tokens for spec in self.kv_cache_specs.values())
 
@@ -127,6 +131,9 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     def max_num_blocks_per_req(self, vllm_config: SizingContext, max_len: int) -> int:
         return max(spec.max_num_blocks_per_req(vllm_config, max_len) for spec in self.kv_cache_specs.values())
+
+    def tp_replicas(self, tp_size: int, dcp_size: int) -> int:
+        return math.gcd(*(spec.tp_replicas(tp_size, dcp_size) for spec in self.kv_cache_specs.values()))
 
     def copy_with_new_block_size(self, block_size: int) -> UniformTypeKVCacheSpecs:
         members = {

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.utils.math_utils import cdiv, round_up
-from vllm.v1.kv_cache_spec_attention import AttentionSpec
-from vllm.v1.kv_cache_spec_base import KVCacheSpecKind, SizingContext, max_model_len_of
+from vllm.v1.kv_cache_spec_attention import AttentionSpec, FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_spec_base import KVCacheSpec, KVCacheSpecKind, SizingContext, max_model_len_of
+from vllm.v1.kv_cache_spec_uniform import replace_as
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,17 @@ class SlidingWindowSpec(AttentionSpec):
     def num_retained_tokens(self) -> int:
         """Computed tokens that the next token may need."""
         return self.sliding_window - 1 + self.extra_retained_tokens
+
+    def with_retained_tokens(self, extra_retained_tokens: int) -> KVCacheSpec:
+        return replace(self, extra_retained_tokens=extra_retained_tokens)
+
+    def as_full_attention(self, block_size: int) -> KVCacheSpec:
+        return replace_as(
+            self,
+            FullAttentionSpec,
+            drop=("extra_retained_tokens", "page_size_padded"),
+            block_size=block_size,
+        )
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """The most blocks a request holds at once: window plus tokens in flight, one more for being unaligned."""
@@ -77,6 +89,17 @@ class SlidingWindowMLASpec(SlidingWindowSpec):
     def sharing_key(self) -> tuple[object, ...]:
         return (self.sliding_window, self.extra_retained_tokens, self.bounded_replay)
 
+    def with_page_size(self, page_size_bytes: int) -> KVCacheSpec | None:
+        return self if page_size_bytes == self.page_size_bytes else self._with_more_tokens(page_size_bytes)
+
+    def as_full_attention(self, block_size: int) -> KVCacheSpec:
+        return replace_as(
+            self,
+            MLAAttentionSpec,
+            drop=("extra_retained_tokens", "bounded_replay", "page_size_padded"),
+            block_size=block_size,
+        )
+
     @property
     def prefix_cacheable(self) -> bool:
         return not self.bounded_replay
@@ -100,6 +123,9 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     def kv_cache_spec_kind(self) -> KVCacheSpecKind:
         return KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION
 
+    def as_full_attention(self, block_size: int) -> KVCacheSpec:
+        return replace_as(self, FullAttentionSpec, drop=("page_size_padded",), block_size=block_size)
+
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """The most blocks a request holds at once: its chunk plus the tokens in flight."""
         return cdiv(min(self.attention_chunk_size + max_in_flight_tokens, max_model_len), self.block_size)
@@ -118,6 +144,11 @@ class CircularBufferSpec(AttentionSpec):
     @property
     def prefix_cacheable(self) -> bool:
         return False
+
+    def with_page_size(self, page_size_bytes: int) -> KVCacheSpec | None:
+        if page_size_bytes < self.unpadded_page_size_bytes:
+            return None
+        return replace(self, page_size_padded=page_size_bytes)
 
     @property
     def block_table_token_alignment(self) -> int | None:
