@@ -89,8 +89,11 @@ class CacheLayer(Protocol):
     def kv_spec(self) -> KVCacheSpec:
         """The spec under which the planner sizes and groups this cache."""
 
-    def bind_kv_cache(self, raw: Tensor) -> None:
-        """Takes `int8 [num_blocks, page_bytes]` (rows may be strided, 64-byte aligned) and makes typed views."""
+    def bind_kv_cache(self, raw: Tensor, spec: KVCacheSpec | None = None) -> None:
+        """Takes `int8 [num_blocks, page_bytes]` (rows may be strided, 64-byte aligned) and makes typed views.
+
+        `spec` is the layer's spec after planning, where it differs from `kv_spec()` (a changed block size).
+        """
 
 
 @runtime_checkable
@@ -102,8 +105,10 @@ class ServableModel(Protocol):
     def kv_specs(self) -> dict[str, KVCacheSpec]:
         """Every cache name with its spec."""
 
-    def bind_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
-        """Hands each cache its raw pages; `ValueError` names missing and unknown caches."""
+    def bind_kv_caches(
+        self, caches: Mapping[str, Tensor], specs: Mapping[str, KVCacheSpec] | None = None
+    ) -> None:
+        """Hands each cache its raw pages and its spec after planning; `ValueError` names missing and unknown caches."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copies checkpoint tensors in; returns the names of the parameters that were filled."""

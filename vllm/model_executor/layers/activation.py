@@ -1,0 +1,39 @@
+"""Gated activations.
+
+Owns: the table of activation names a checkpoint may use. Must not know: models. Layer L6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from vllm import _custom_ops as ops
+
+__all__ = ["get_gated_activation"]
+
+
+def _gelu_and_mul(gate_up: Tensor, approximate: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def get_gated_activation(name: str, limit: float | None = None) -> Callable[[Tensor], Tensor]:
+    """The function `[…, 2·I] → […, I]` for `hidden_act`; `limit` clamps gate from above and up on both sides.
+
+    `ValueError` names the activation and the known ones.
+    """
+    if name in ("silu", "swish"):
+        return partial(ops.silu_and_mul, limit=limit)
+    if limit is not None:
+        raise ValueError(f"hidden_act {name!r} with swiglu_limit {limit} is not supported; only silu takes a limit")
+    if name == "gelu":
+        return partial(_gelu_and_mul, approximate="none")
+    if name in ("gelu_pytorch_tanh", "gelu_new"):
+        return partial(_gelu_and_mul, approximate="tanh")
+    raise ValueError(f"hidden_act {name!r} is not supported; supported: silu, gelu, gelu_pytorch_tanh")
+
+

@@ -1,0 +1,79 @@
+"""Grouped-query attention over pages: projections, rotary, page write, attention, output projection.
+
+Owns: the mixer of ordinary decoder layers. Must not know: a model's other layers. Layer L6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import Linear, StackedLinear
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.v1.attention.backend import StepMeta
+from vllm.v1.attention.backends.cpu_attn import paged_attention
+from vllm.v1.attention.pages import KVHeadPages, slots_of
+
+__all__ = ["AttentionShape", "GroupedQueryAttention"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes and options of one attention layer. `qk_norm_eps` turns on a per-head norm of queries and keys."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm_eps: float | None = None
+    window: int | None = None
+    scale: float | None = None
+
+
+class GroupedQueryAttention(nn.Module):
+    """`x [T, D] → [T, D]`; writes this step's keys and values to its pages first, then attends over them."""
+
+    def __init__(self, shape: AttentionShape, pages: KVHeadPages, rope: RotaryEmbedding | None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.pages = pages
+        self.rope = rope
+        self.scale = shape.scale if shape.scale is not None else shape.head_dim**-0.5
+        sizes = [n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+        self.qkv = StackedLinear(shape.hidden_size, sizes, shape.dtype, shape.qkv_bias)
+        self.out = Linear(sizes[0], shape.hidden_size, shape.dtype, shape.out_bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if shape.qk_norm_eps is not None:
+            self.q_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps, shape.dtype)
+            self.k_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps, shape.dtype)
+
+    def forward(self, x: Tensor, meta: StepMeta) -> Tensor:
+        shape = self.shape
+        tokens = x.shape[0]
+        heads = self.qkv.forward(x).view(tokens, -1, shape.head_dim)
+        num_rotated = shape.num_heads + shape.num_kv_heads
+        q, k, v = heads[:, : shape.num_heads], heads[:, shape.num_heads : num_rotated], heads[:, num_rotated:]
+        if self.q_norm is not None and self.k_norm is not None:
+            heads[:, : shape.num_heads] = self.q_norm.forward(q)
+            heads[:, shape.num_heads : num_rotated] = self.k_norm.forward(k)
+        if self.rope is not None:
+            self.rope.apply(heads[:, :num_rotated], self.rope.of_step(meta))
+        group = meta.groups[self.pages.cache_name]
+        self.pages.write(k, v, slots_of(group))
+        attended = paged_attention(q, self.pages, meta, group, self.scale, shape.window)
+        return self.out.forward(attended.view(tokens, -1))
+
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.qkv.part_slots([f"{prefix}.{n}_proj" for n in "qkv"])
+        yield from self.out.weight_slots(f"{prefix}.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            yield from self.q_norm.weight_slots(f"{prefix}.q_norm")
+            yield from self.k_norm.weight_slots(f"{prefix}.k_norm")

@@ -1,0 +1,77 @@
+"""Normalisation layers. All statistics are computed in fp32, whatever the model's dtype.
+
+Owns: RMSNorm (weighted, zero-centred, unweighted, gated) and LayerNorm. Must not know: models. Layer L6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.linear import frozen
+
+__all__ = ["GatedRMSNorm", "LayerNorm", "RMSNorm", "rms_unweighted"]
+
+
+class RMSNorm(nn.Module):
+    """`w · x / rms(x)`; with `zero_centred` the stored weight is an offset from one."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, zero_centred: bool = False) -> None:
+        super().__init__()
+        self.weight = frozen(size, dtype=dtype)
+        self.eps = eps
+        self.zero_centred = zero_centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, 1 + self.weight if self.zero_centred else self.weight, self.eps)
+
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual += x` in place, then the norm of it; returns the normed tensor."""
+        weight = 1 + self.weight if self.zero_centred else self.weight
+        return ops.add_rms_norm(x, residual, weight, self.eps)
+
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield f"{prefix}.weight", self.weight
+
+
+class GatedRMSNorm(nn.Module):
+    """`w · x / rms(x) · sigmoid(gate)`, all in fp32, over the last axis (a head)."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = frozen(size, dtype=dtype)
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        normed = rms_unweighted(x.float(), self.eps) * self.weight.float()
+        return normed * torch.sigmoid(gate.float())
+
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield f"{prefix}.weight", self.weight
+
+
+class LayerNorm(nn.Module):
+    """Mean and variance norm with weight and bias."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = frozen(size, dtype=dtype)
+        self.bias = frozen(size, dtype=dtype)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), self.bias.float(), self.eps)
+        return normed.to(x.dtype)
+
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield f"{prefix}.weight", self.weight
+        yield f"{prefix}.bias", self.bias
+
+
+def rms_unweighted(x: Tensor, eps: float) -> Tensor:
+    """`x / rms(x)` over the last axis of an fp32 tensor."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
