@@ -1,0 +1,180 @@
+"""Settings of the KV cache: size, block size, prefix caching, and the registry of cache dtypes. Layer: L1.
+
+Knows names of dtypes but no tensor library: a handler gives the tensor dtype when it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+
+from pydantic import Field
+
+from vllm.config.setting import Flag, config, setting, state
+from vllm.utils.registry import resolve_object
+
+MambaCacheMode = Literal["align", "none"]
+PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
+KVOffloadingBackend = Literal["native", "lmcache"]
+
+
+class KVCacheDTypeHandler(Protocol):
+    """What the engine asks about one KV cache dtype."""
+
+    name: str
+
+    # A torch.dtype and a KVQuantMode: both belong to higher layers, this one only passes them on.
+    def torch_dtype(self) -> Any:
+        """The dtype of one stored element."""
+        ...
+
+    def quant_mode(self) -> Any:
+        """How the element is quantised."""
+        ...
+
+
+class _PlainDType:
+    """A dtype that torch has under the same name (or under `torch_name`), not quantised per block."""
+
+    def __init__(self, name: str, torch_name: str, quant_mode_name: str) -> None:
+        self.name = name
+        self._torch_name = torch_name
+        self._quant_mode_name = quant_mode_name
+
+    def torch_dtype(self) -> Any:
+        return resolve_object(f"torch:{self._torch_name}")
+
+    def quant_mode(self) -> Any:
+        return resolve_object(f"vllm.v1.kv_cache_interface:KVQuantMode.{self._quant_mode_name}")
+
+
+_BUILT_IN: dict[str, KVCacheDTypeHandler] = {
+    name: _PlainDType(name, torch_name, quant_mode)
+    for name, torch_name, quant_mode in (
+        ("float32", "float32", "NONE"),
+        ("float16", "float16", "NONE"),
+        ("bfloat16", "bfloat16", "NONE"),
+        ("fp8", "float8_e4m3fn", "FP8_PER_TENSOR"),
+        ("fp8_e4m3", "float8_e4m3fn", "FP8_PER_TENSOR"),
+        ("fp8_e5m2", "float8_e5m2", "FP8_PER_TENSOR"),
+    )
+}
+_registered: dict[str, KVCacheDTypeHandler] = {}
+KV_CACHE_DTYPES: tuple[str, ...] = ("auto", *_BUILT_IN)
+_Handler = TypeVar("_Handler", bound=KVCacheDTypeHandler)
+
+
+def register_kv_cache_dtype(name: str) -> Callable[[type[_Handler]], type[_Handler]]:
+    """Class decorator: an instance of the class handles the cache dtype `name`. Raises ValueError if it is taken."""
+    if is_known_kv_cache_dtype(name):
+        raise ValueError(f"KV cache dtype {name!r} is already registered")
+
+    def register(handler_class: type[_Handler]) -> type[_Handler]:
+        handler = handler_class()
+        handler.name = name
+        _registered[name] = handler
+        return handler_class
+
+    return register
+
+
+def get_kv_cache_dtype_handler(name: str) -> KVCacheDTypeHandler | None:
+    """The handler of the dtype `name`; None for `auto` (the model's dtype) and for unknown names."""
+    return _registered.get(name) or _BUILT_IN.get(name)
+
+
+def is_known_kv_cache_dtype(name: str) -> bool:
+    """Whether `CacheConfig.cache_dtype` accepts `name`."""
+    return name in KV_CACHE_DTYPES or name in _registered
+
+
+@config
+class CacheConfig:
+    """Settings of the KV cache."""
+
+    DEFAULT_BLOCK_SIZE: ClassVar[int] = 16
+
+    block_size: Annotated[int, Field(ge=1)] | None = setting(
+        default=None, doc="Tokens per KV block; the platform's choice (16) when not given."
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(
+        default=0.92,
+        doc="Share of device memory the engine may use.",
+        flag=Flag(aliases=("device-memory-utilization",)),
+    )
+    cache_dtype: str = setting(
+        default="auto", doc="Dtype of the KV cache; auto is the model's.", flag=Flag(name="kv_cache_dtype")
+    )
+    num_gpu_blocks_override: Annotated[int, Field(ge=1)] | None = setting(
+        default=None, doc="Use exactly this many device blocks instead of sizing by memory."
+    )
+    sliding_window: int | None = setting(
+        default=None, doc="Window of a model whose layers are all windowed; derived.", flag=Flag(hidden=True)
+    )
+    enable_prefix_caching: bool = setting(
+        default=True, doc="Reuse the KV of equal prompt prefixes.", flag=Flag(unset=True)
+    )
+    prefix_caching_hash_algo: PrefixCachingHashAlgo = setting(
+        default="sha256", doc="Hash over block contents; the cbor kinds agree across languages."
+    )
+    prefix_match_unit: Annotated[int, Field(ge=1)] | None = setting(
+        default=None, doc="Tokens per hash block; the common divisor of the group block sizes when not given."
+    )
+    prefix_cache_retention_interval: Annotated[int, Field(ge=0)] | None = setting(
+        default=0, doc="Keep window and state tails every n tokens; 0 at replay points only, None everywhere."
+    )
+    mamba_block_size: Annotated[int, Field(ge=1)] | None = setting(
+        default=None, doc="Tokens between two kept recurrent states; needs prefix caching."
+    )
+    mamba_cache_mode: MambaCacheMode = setting(
+        default="none", doc="Deprecated, no effect: the mode follows prefix caching.", flag=Flag(unset=True)
+    )
+    mamba_cache_dtype: str = setting(default="auto", doc="Dtype of the convolution part of recurrent states.")
+    mamba_ssm_cache_dtype: str = setting(default="auto", doc="Dtype of the recurrent part of the states.")
+    enable_mamba_shared_prefix_checkpoint: bool = setting(
+        default=False, doc="Keep a state where a prompt leaves a prefix that other requests share."
+    )
+    swa_bounded_replay: bool = setting(
+        default=True,
+        doc="Recompute a window after a prefix hit where the model supports it, instead of storing it.",
+    )
+    kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = setting(
+        default=None, doc="Bytes of the KV cache; overrides gpu_memory_utilization.", flag=Flag(human=True)
+    )
+    kv_offloading_size: Annotated[float, Field(gt=0)] | None = setting(
+        default=None,
+        doc="GiB of host memory for offloaded KV, summed over tensor-parallel ranks; off when not given.",
+    )
+    kv_offloading_backend: KVOffloadingBackend = setting(default="native", doc="Which offloading to use.")
+
+    # False when the block size is the platform's or the model's choice, which a hybrid model may still change.
+    user_specified_block_size: bool = state(default=False)
+    user_specified_mamba_block_size: bool = state(default=False)
+    kv_cache_layout: str | None = state(default=None)
+    num_gpu_blocks: int | None = state(default=None)
+    num_cpu_blocks: int | None = state(default=None)
+    simple_cpu_offload_num_blocks: int | None = state(default=None)
+    effective_attention_block_size: int | None = state(default=None)
+    hash_block_size: int | None = state(default=None)
+    cache_hit_alignment_tokens: int | None = state(default=None)
+    kv_cache_size_tokens: int | None = state(default=None)
+    kv_cache_max_concurrency: float | None = state(default=None)
+
+    def __post_init__(self) -> None:
+        self.user_specified_block_size = self.block_size is not None
+        self.user_specified_mamba_block_size = self.mamba_block_size is not None
+        if not is_known_kv_cache_dtype(self.cache_dtype):
+            known = ", ".join([*KV_CACHE_DTYPES, *_registered])
+            raise ValueError(f"cache_dtype={self.cache_dtype!r} is not known; known: {known}")
+        if self.mamba_block_size is not None and not self.enable_prefix_caching:
+            raise ValueError(f"mamba_block_size={self.mamba_block_size} needs prefix caching to be on")
+
+    def get_resolved_kv_cache_layout(self) -> Any:
+        """The `KVCacheLayout` that the workers agreed on. Raises ValueError before that."""
+        if self.kv_cache_layout is None:
+            raise ValueError("The KV cache layout is not resolved yet; the workers choose it when they start")
+        return resolve_object(f"vllm.v1.kv_cache_layout:KVCacheLayout.{self.kv_cache_layout}")
+
+    def metrics_info(self) -> dict[str, str]:
+        """Every field as text, for the labels of the metric `cache_config_info`."""
+        return {key: str(value) for key, value in vars(self).items()}

@@ -1,0 +1,84 @@
+"""A GGUF file's metadata as the record that `config.json` would have given. Layer: L1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from vllm.transformers_utils.config_record import ConfigRecord
+from vllm.transformers_utils.gguf_metadata import GGUFHeader, read_gguf_header
+
+# architecture in the file → (model_type, architecture of the model class)
+_ARCHITECTURES: Final = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+}
+
+# key below the architecture's prefix → name in config.json
+_FIELDS: Final = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+_TOKEN_IDS: Final = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+
+
+def config_from_gguf(path: str | Path) -> ConfigRecord:
+    """The config record of the GGUF file at `path`.
+
+    Raises ValueError if the file is no GGUF file or holds an architecture that has no table line here.
+    """
+    header = read_gguf_header(path)
+    architecture = header.metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise ValueError(
+            f"{path}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+        )
+    model_type, class_name = _ARCHITECTURES[architecture]
+    values: dict[str, Any] = {"model_type": model_type, "architectures": [class_name]}
+    for key, name in _FIELDS.items():
+        value = header.metadata.get(f"{architecture}.{key}")
+        if value is not None:
+            values[name] = value
+    for key, name in _TOKEN_IDS.items():
+        if key in header.metadata:
+            values[name] = header.metadata[key]
+    values["vocab_size"] = _vocab_size(header, architecture)
+    values["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in header.tensors)
+    values["attention_bias"] = any(tensor.name == "blk.0.attn_q.bias" for tensor in header.tensors)
+    values["hidden_act"] = "silu"
+    values["gguf_file"] = str(path)
+    return ConfigRecord(values)
+
+
+def _vocab_size(header: GGUFHeader, architecture: str) -> int:
+    """Rows of the embedding: the tensor is the truth, the metadata may lack the padding."""
+    for tensor in header.tensors:
+        if tensor.name == "token_embd.weight":
+            return tensor.shape[0]
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    return int(header.metadata.get(f"{architecture}.vocab_size") or len(tokens or ()))
