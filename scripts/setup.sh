@@ -13,7 +13,7 @@ if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then pla
 files=(setup.py pyproject.toml CMakeLists.txt requirements/common.txt "requirements/$platform.txt" scripts/setup.sh)
 [ "$purpose" = test ] && files+=(requirements/test.txt)
 mapfile -t native < <(find csrc -type f 2>/dev/null | LC_ALL=C sort)
-key=$({ echo "$platform $PWD"; cat "${files[@]}" ${native[@]+"${native[@]}"} 2>/dev/null; } | sha256sum | cut -d' ' -f1)
+key=$({ echo "$platform $PWD"; cat "${files[@]}" ${native[@]+"${native[@]}"} 2>/dev/null || true; } | sha256sum | cut -d' ' -f1)
 [ "$(cat "$venv/.ready-$purpose" 2>/dev/null)" = "$key" ] && exit 0
 
 # One set-up at a time, also when two commands start together.
