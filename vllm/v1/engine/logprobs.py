@@ -1,0 +1,190 @@
+"""Log probabilities of one request: arrays of the core → `Logprob` records with text.  Layer L7.
+
+Owns how the columns of a row become the dictionary of a position, and the text shown for a single token. Must not know
+how the numbers were computed, nor HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.v1.engine.detokenizer import REPLACEMENT
+from vllm.v1.messages import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+
+# A character has at most four bytes: at most three earlier tokens hold its beginning.
+CHARACTER_CONTEXT = 3
+
+
+class TokenTexts:
+    """Text of single tokens, remembered per tokenizer; at most one entry per vocabulary item.
+
+    A token is decoded behind an ordinary one, so that a leading space is not lost.
+    """
+
+    _by_tokenizer: WeakKeyDictionary[Any, TokenTexts] = WeakKeyDictionary()
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = ref(tokenizer)
+        anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._anchor = anchor
+        self._anchor_length = len(tokenizer.decode(anchor))
+        self._texts: dict[int, str] = {}
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TokenTexts:
+        texts = cls._by_tokenizer.get(tokenizer)
+        if texts is None:
+            texts = cls._by_tokenizer[tokenizer] = cls(tokenizer)
+        return texts
+
+    def text(self, token_id: int, context: Sequence[int]) -> str:
+        """Text of a token that follows `context`.
+
+        A token that ends inside a character has no text of its own; the one that completes it has the whole character.
+        """
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._decode([*self._anchor, token_id])[self._anchor_length :]
+            self._texts[token_id] = text
+        return self._completed(token_id, context, text) if REPLACEMENT in text else text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        tokenizer = self._tokenizer()
+        return "" if tokenizer is None else str(tokenizer.decode(token_ids))
+
+    def _completed(self, token_id: int, context: Sequence[int], text: str) -> str:
+        for size in range(1, min(CHARACTER_CONTEXT, len(context)) + 1):
+            before = [*self._anchor, *context[len(context) - size :]]
+            known = self._decode(before).rstrip(REPLACEMENT)
+            whole = self._decode([*before, token_id])
+            if REPLACEMENT not in whole and whole.startswith(known):
+                return whole[len(known) :]
+        return text.rstrip(REPLACEMENT)
+
+
+class LogprobsProcessor:
+    """Collects the log probabilities of one request.
+
+    `logprobs`: one entry per output token, None if not asked for. `prompt_logprobs`: one entry per prompt token, the
+    first of them None. `num_logprobs`: alternatives per position, −1 = all that arrive.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        logprobs: Any | None,
+        prompt_logprobs: Any | None,
+        cumulative_logprob: float | None,
+        num_logprobs: int | None,
+        num_prompt_logprobs: int | None,
+        logprob_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.logprobs = logprobs
+        self.prompt_logprobs = prompt_logprobs
+        self.cumulative_logprob = cumulative_logprob
+        self.num_logprobs = num_logprobs
+        self.num_prompt_logprobs = num_prompt_logprobs
+        self._wanted_ids = frozenset(logprob_token_ids) if logprob_token_ids else None
+        self._texts = TokenTexts.of(tokenizer) if tokenizer is not None else None
+        self._sampled: list[int] = []
+
+    @classmethod
+    def from_new_request(cls, tokenizer: Any | None, request: EngineCoreRequest) -> LogprobsProcessor:
+        """The processor for a request; one that does nothing if no log probabilities were asked for."""
+        params = request.sampling_params
+        if params is None:
+            return cls(None, None, None, None, None, None)
+        wanted, wanted_prompt = params.num_logprobs, params.prompt_logprobs
+        return cls(
+            tokenizer if wanted is not None or wanted_prompt is not None else None,
+            None if wanted is None else _empty(params.flat_logprobs),
+            None if wanted_prompt is None else _first_prompt_position(params.flat_logprobs),
+            None if wanted is None else 0.0,
+            wanted,
+            wanted_prompt,
+            params.logprob_token_ids,
+        )
+
+    def update_from_output(self, output: EngineCoreOutput, num_tokens: int | None = None) -> None:
+        """Take what arrived for this request; of the output only the first `num_tokens` positions (None = all)."""
+        if output.new_logprobs is not None and self.num_logprobs is not None:
+            self._add_sampled(output.new_logprobs, num_tokens)
+        if output.new_prompt_logprobs_tensors is not None and self.num_prompt_logprobs is not None:
+            self._add_prompt(output.new_prompt_logprobs_tensors)
+
+    def pop_prompt_logprobs(self) -> Any | None:
+        """All prompt positions so far. Later calls give what arrived since, so that deltas do not repeat it."""
+        prompt_logprobs = self.prompt_logprobs
+        if prompt_logprobs:
+            self.prompt_logprobs = []
+        return prompt_logprobs
+
+    def _add_sampled(self, new: LogprobsLists, num_tokens: int | None) -> None:
+        rows = zip(new.logprob_token_ids, new.logprobs, new.sampled_token_ranks, strict=False)
+        assert self.logprobs is not None
+        assert self.cumulative_logprob is not None
+        for ids, values, rank in itertools.islice(rows, num_tokens):
+            token_ids, logprobs = _plain(ids), _plain(values)
+            self.cumulative_logprob += logprobs[0]
+            self.logprobs.append(self._position(token_ids, logprobs, int(rank), self.num_logprobs))
+            self._sampled = [*self._sampled[1 - CHARACTER_CONTEXT :], token_ids[0]]
+
+    def _add_prompt(self, new: LogprobsTensors) -> None:
+        assert self.prompt_logprobs is not None
+        context: list[int] = []
+        rows = zip(
+            _plain(new.logprob_token_ids), _plain(new.logprobs), _plain(new.selected_token_ranks), strict=True
+        )
+        for token_ids, logprobs, rank in rows:
+            position = self._position(token_ids, logprobs, rank, self.num_prompt_logprobs, context)
+            self.prompt_logprobs.append(position)
+            context = [*context[1 - CHARACTER_CONTEXT :], token_ids[0]]
+
+    def _position(
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        rank: int,
+        count: int | None,
+        context: list[int] | None = None,
+    ) -> dict[int, Logprob]:
+        """The entry of one position; column 0 is the token that stands there, the others are by falling probability."""
+        context = self._sampled if context is None else context
+        columns = (
+            len(token_ids)
+            if count is None or count < 0 or self._wanted_ids
+            else min(count + 1, len(token_ids))
+        )
+        position: dict[int, Logprob] = {}
+        for column in range(columns):
+            token_id = token_ids[column]
+            if token_id < 0 or token_id in position:
+                continue
+            if column and self._wanted_ids is not None and token_id not in self._wanted_ids:
+                continue
+            text = None if self._texts is None else self._texts.text(token_id, context)
+            # Named tokens stand in no order, so their place says nothing about their rank.
+            other_rank = None if self._wanted_ids is not None else column
+            position[token_id] = Logprob(logprobs[column], rank if column == 0 else other_rank, text)
+        return position
+
+
+def _plain(values: Any) -> Any:
+    """Nested lists of an array or tensor."""
+    return values if isinstance(values, list) else values.tolist()
+
+
+def _empty(flat: bool) -> Any:
+    return FlatLogprobs() if flat else []
+
+
+def _first_prompt_position(flat: bool) -> Any:
+    logprobs = _empty(flat)
+    logprobs.append(None)
+    return logprobs
