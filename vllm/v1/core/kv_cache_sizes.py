@@ -129,18 +129,24 @@ def partial_hash_hits_enabled(
     either finds prefixes inside a block or has blocks of exactly one hash block. `manager_classes`: one per group,
     where they differ from the registered ones.
     """
-    cacheable = [i for i, g in enumerate(kv_cache_groups) if _is_hittable(g)]
-    gains = False
-    for i in cacheable:
+    hittable = [i for i, group in enumerate(kv_cache_groups) if _is_hittable(group)]
+    if not any(_gains_by_fine_hits(kv_cache_groups[i], hash_block_size, dcp_world_size) for i in hittable):
+        return False
+    for i in hittable:
         group = kv_cache_groups[i]
-        spec = group.kv_cache_spec
-        block_size = resolve_dcp_kv_block_size(spec, dcp_world_size)
-        if spec.keeps_aligned_states:
-            gains |= block_size > hash_block_size or (dcp_world_size > 1 and block_size == hash_block_size)
+        if resolve_dcp_kv_block_size(group.kv_cache_spec, dcp_world_size) == hash_block_size:
+            continue
         manager = manager_classes[i] if manager_classes is not None else _manager_class(group)
-        if block_size != hash_block_size and not _finds_partial_blocks(manager):
+        if not _finds_partial_blocks(manager):
             return False
-    return gains
+    return True
+
+
+def _gains_by_fine_hits(group: KVCacheGroupSpec, hash_block_size: int, dcp_world_size: int) -> bool:
+    if not group.kv_cache_spec.keeps_aligned_states:
+        return False
+    block_size = resolve_dcp_kv_block_size(group.kv_cache_spec, dcp_world_size)
+    return block_size > hash_block_size or (dcp_world_size > 1 and block_size == hash_block_size)
 
 
 def _is_hittable(group: KVCacheGroupSpec) -> bool:
