@@ -29,11 +29,11 @@ def get_gated_activation(name: str, limit: float | None = None) -> Callable[[Ten
     if name in ("silu", "swish"):
         return partial(ops.silu_and_mul, limit=limit)
     if limit is not None:
-        raise ValueError(f"hidden_act {name!r} with swiglu_limit {limit} is not supported; only silu takes a limit")
+        raise ValueError(
+            f"hidden_act {name!r} with swiglu_limit {limit} is not supported; only silu takes a limit"
+        )
     if name == "gelu":
         return partial(_gelu_and_mul, approximate="none")
     if name in ("gelu_pytorch_tanh", "gelu_new"):
         return partial(_gelu_and_mul, approximate="tanh")
     raise ValueError(f"hidden_act {name!r} is not supported; supported: silu, gelu, gelu_pytorch_tanh")
-
-

@@ -51,7 +51,9 @@ class KimiDeltaAttention(nn.Module):
         width, dtype = shape.width, shape.dtype
         self.qkv = StackedLinear(shape.hidden_size, [width, width, width], dtype)
         # Narrow projections of x in one product: decay and output gate (low rank), strength.
-        self.narrow = StackedLinear(shape.hidden_size, [shape.head_dim, shape.head_dim, shape.num_heads], dtype)
+        self.narrow = StackedLinear(
+            shape.hidden_size, [shape.head_dim, shape.head_dim, shape.num_heads], dtype
+        )
         self.decay_up = Linear(shape.head_dim, width, dtype)
         self.gate_up = Linear(shape.head_dim, width, dtype)
         self.conv = frozen(3 * width, 1, shape.kernel, dtype=torch.float32)

@@ -65,7 +65,9 @@ class SparseLatentAttention(nn.Module):
         if self.indexer is not None:
             selection = self.indexer.forward(x, q_low, meta)
         if selection is None:
-            raise ValueError(f"layer of cache {self.pages.cache_name} shares a selection, but no layer before it made one")
+            raise ValueError(
+                f"layer of cache {self.pages.cache_name} shares a selection, but no layer before it made one"
+            )
         expand = self.expand.view(shape.num_heads, shape.key_dim + shape.value_dim, shape.latent)
         to_latent, to_value = expand.split([shape.key_dim, shape.value_dim], dim=1)
         q = self.query.forward(q_low).view(-1, shape.num_heads, shape.key_dim)

@@ -45,7 +45,9 @@ class RopeParams:
         options.update(config.get("rope_parameters") or {})
         kind = options.get("rope_type") or options.get("type") or "default"
         if kind not in _FREQUENCIES:
-            raise ValueError(f"rope_type {kind!r} is not supported; supported: {', '.join(sorted(_FREQUENCIES))}")
+            raise ValueError(
+                f"rope_type {kind!r} is not supported; supported: {', '.join(sorted(_FREQUENCIES))}"
+            )
         theta = options.get("rope_theta") or config.get("rope_theta") or 10000.0
         partial = options.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         if options.get("original_max_position_embeddings") is None:

@@ -1,12 +1,80 @@
-"""Weight files → a ready model. Skeleton; see the functions below."""
+"""Builds the model that a configuration names and fills it.
+
+Owns: the choice of the weight source, the checks after loading. Must not know: models, file formats. Layer L6.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.dummy import fill_random
+from vllm.model_executor.model_loader.gguf import iter_gguf
+from vllm.model_executor.model_loader.weight_utils import find_safetensors, iter_safetensors
+from vllm.model_executor.models.interfaces import NativeModel
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.transformers_utils.config import ModelSource, find_gguf_file
 
 __all__ = ["get_model"]
 
+logger = init_logger(__name__)
 
-def get_model(vllm_config: Any) -> Any:
-    """Builds the model class of `vllm_config.model_config` and fills it by `load_config.load_format`."""
-    raise RuntimeError("loading is being written")
+_NAMES_SHOWN = 8
+
+
+def get_model(vllm_config: Any) -> NativeModel:
+    """The model of `vllm_config.model_config`, weights loaded by `load_config.load_format`, ready for inference.
+
+    Raises:
+        ValueError: unknown architecture or format, parallel sizes that one process cannot serve, missing weights,
+            a weight without a place or of a wrong shape. The message names it.
+    """
+    _check_parallel(vllm_config.parallel_config)
+    model_cls = ModelRegistry.resolve_model_cls(vllm_config.model_config.architectures)
+    started = time.monotonic()
+    with torch.inference_mode():
+        model: NativeModel = model_cls(vllm_config)
+        load_format = vllm_config.load_config.load_format
+        if load_format == "dummy":
+            fill_random(model, vllm_config.model_config.seed or 0)
+        else:
+            _load(model, _weights(vllm_config, load_format), vllm_config.model_config.model)
+    size = sum(p.nbytes for p in model.parameters())
+    logger.info("Model loaded: %.2f GiB of weights in %.1f s", size / 2**30, time.monotonic() - started)
+    return model.eval()
+
+
+def _check_parallel(parallel: Any) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise ValueError(f"{name} {getattr(parallel, name)} is not supported: models run in one process")
+
+
+def _weights(vllm_config: Any, load_format: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors under checkpoint names, from wherever the model is."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    gguf_file = find_gguf_file(model.model)
+    if load_format == "gguf" and gguf_file is None:
+        raise ValueError(f"load_format 'gguf': model {model.model!r} is no GGUF file and holds none")
+    if gguf_file is not None and load_format in ("auto", "gguf"):
+        return iter_gguf(gguf_file, load.use_tqdm_on_load)
+    if load_format not in ("auto", "safetensors"):
+        raise ValueError(
+            f"load_format {load_format!r} is not supported; supported: auto, safetensors, gguf, dummy"
+        )
+    files = find_safetensors(ModelSource(model.model, model.revision, model.hf_token, load.download_dir))
+    return iter_safetensors(files, load.use_tqdm_on_load)
+
+
+def _load(model: NativeModel, weights: Iterator[tuple[str, Tensor]], source: str) -> None:
+    missing = model.missing_weights(model.load_weights(weights))
+    if missing:
+        shown = ", ".join(missing[:_NAMES_SHOWN])
+        raise ValueError(
+            f"model {source!r} lacks {len(missing)} weights: {shown}{', …' * (len(missing) > _NAMES_SHOWN)}"
+        )

@@ -31,9 +31,7 @@ __all__ = ["Glm5NextForCausalLM"]
 class LayerBuilder:
     """Builds the parts of the layers and collects their caches by name."""
 
-    def __init__(
-        self, params: GlmParams, settings: ModelSettings, specs: Mapping[str, KVCacheSpec]
-    ) -> None:
+    def __init__(self, params: GlmParams, settings: ModelSettings, specs: Mapping[str, KVCacheSpec]) -> None:
         self.params = params
         self.settings = settings
         self.specs: Mapping[str, Any] = specs
@@ -50,7 +48,13 @@ class LayerBuilder:
         pages = StatePages(name, self.specs[name])
         self.caches[name] = pages
         shape = KdaShape(
-            p.hidden_size, p.linear_heads, p.linear_dim, p.linear_kernel, p.decay_min, p.eps, self.settings.dtype
+            p.hidden_size,
+            p.linear_heads,
+            p.linear_dim,
+            p.linear_kernel,
+            p.decay_min,
+            p.eps,
+            self.settings.dtype,
         )
         return KimiDeltaAttention(shape, pages)
 

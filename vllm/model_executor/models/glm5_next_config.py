@@ -103,7 +103,7 @@ class GlmParams:
             eps=float(text.get("rms_norm_eps", 1e-5)),
             swiglu_limit=text.get("swiglu_limit", 10.0),
             activation=str(text.get("hidden_act", "silu")),
-            is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            is_tied=bool(config.get("tie_word_embeddings", False)),
             index_topk=int(text.get("index_topk", 2048)),
             index_heads=int(text.get("index_n_heads", 32)),
             index_dim=int(text.get("index_head_dim", 128)),
@@ -125,14 +125,18 @@ class GlmParams:
     def check(self, text: Mapping[str, Any]) -> None:
         """Refuses what this engine does not compute."""
         if int(text.get("qk_rope_head_dim", 0)) != 0:
-            raise ValueError(f"qk_rope_head_dim {text['qk_rope_head_dim']} is not supported; this family has none")
+            raise ValueError(
+                f"qk_rope_head_dim {text['qk_rope_head_dim']} is not supported; this family has none"
+            )
         if self.pool < 1 or self.index_topk % self.pool:
             raise ValueError(f"index_topk {self.index_topk} must be a multiple of index_kpool {self.pool}")
         if self.pool > 1 and not text.get("index_kpool_always_select_tail", True):
             raise ValueError("index_kpool_always_select_tail false is not supported")
         attention = [i for i, linear in enumerate(self.is_linear) if not linear]
         if attention and not self.has_indexer[attention[0]]:
-            raise ValueError(f"indexer_types: the first attention layer {attention[0]} has no selection to share")
+            raise ValueError(
+                f"indexer_types: the first attention layer {attention[0]} has no selection to share"
+            )
 
 
 def _linear_options(text: Mapping[str, Any]) -> dict[str, Any]:

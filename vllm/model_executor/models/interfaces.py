@@ -19,7 +19,12 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 __all__ = ["ModelSettings", "NativeModel", "config_dict"]
 
-_CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16, "float32": torch.float32}
+_CACHE_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+}
 
 
 def config_dict(hf_config: Any) -> dict[str, Any]:
@@ -123,7 +128,9 @@ class NativeModel(nn.Module, ABC):
                 continue
             slot = slots.get(slot_name)
             if slot is None:
-                raise ValueError(f"weight {name!r} {tuple(tensor.shape)} has no place in {type(self).__name__}")
+                raise ValueError(
+                    f"weight {name!r} {tuple(tensor.shape)} has no place in {type(self).__name__}"
+                )
             if slot.shape != tensor.shape:
                 raise ValueError(
                     f"weight {name!r} has shape {tuple(tensor.shape)}, {type(self).__name__} needs {tuple(slot.shape)}"

@@ -52,7 +52,9 @@ class LlamaParams:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+            raise ValueError(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
         kind = str(config.get("model_type", "llama"))
         bias = bool(config.get("attention_bias", False))
         return LlamaParams(
@@ -134,7 +136,12 @@ class LlamaLayer(nn.Module):
     """Pre-norm attention and feed-forward; the residual stream is updated in place."""
 
     def __init__(
-        self, params: LlamaParams, settings: ModelSettings, index: int, pages: KVHeadPages, rope: RotaryEmbedding
+        self,
+        params: LlamaParams,
+        settings: ModelSettings,
+        index: int,
+        pages: KVHeadPages,
+        rope: RotaryEmbedding,
     ) -> None:
         super().__init__()
         dtype = settings.dtype

@@ -5,9 +5,10 @@ Owns: the table. Must not know: a model's insides. Layer L6.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from typing import Any
+
+from vllm.utils.registry import resolve_object
 
 __all__ = ["ModelRegistry"]
 
@@ -45,8 +46,7 @@ class ModelRegistry:
         for name in names:
             target = _MODELS.get(name)
             if target is not None:
-                module, _, attribute = target.partition(":")
-                return getattr(importlib.import_module(module), attribute)
+                return resolve_object(target)
         raise ValueError(
             f"architectures {names} are not supported; supported: {', '.join(ModelRegistry.get_supported_archs())}"
         )

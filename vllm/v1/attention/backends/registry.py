@@ -5,9 +5,10 @@ Owns: the table. Must not know: a backend's insides, platforms. Layer L6.
 
 from __future__ import annotations
 
-import importlib
 from enum import Enum
+from typing import cast
 
+from vllm.utils.registry import resolve_object
 from vllm.v1.attention.backend import AttentionBackend
 
 __all__ = ["AttentionBackendEnum", "get_attention_backend", "register_backend"]
@@ -38,6 +39,4 @@ def get_attention_backend(name: str) -> type[AttentionBackend]:
     target = _TABLE.get(name.upper())
     if target is None:
         raise ValueError(f"attention backend {name!r} is unknown; known: {', '.join(sorted(_TABLE))}")
-    module, _, attribute = target.partition(":")
-    backend: type[AttentionBackend] = getattr(importlib.import_module(module), attribute)
-    return backend
+    return cast("type[AttentionBackend]", resolve_object(target))

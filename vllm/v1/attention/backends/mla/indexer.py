@@ -51,7 +51,9 @@ class KpoolTailMetadataBuilder:
         """`block_table` int32 `[R, ≥1]`, `query_start` `[R + 1]`, `positions` `[T]` → metadata of this step."""
         counts = (query_start[1:] - query_start[:-1]).to(torch.int64)
         rows = torch.repeat_interleave(torch.arange(counts.numel()), counts)
-        return KpoolTailMetadata(ring_slot_mapping(block_table, rows, positions, self.capacity), block_table[:, :1])
+        return KpoolTailMetadata(
+            ring_slot_mapping(block_table, rows, positions, self.capacity), block_table[:, :1]
+        )
 
     def build_from_step(self, meta: StepMeta, block_table: Tensor) -> KpoolTailMetadata:
         """The same from a whole step."""

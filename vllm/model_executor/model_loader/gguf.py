@@ -1,0 +1,197 @@
+"""Reads tensors of a GGUF file, dequantised, under the names that the models use.
+
+Owns: block formats (F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q6_K), tensor names, the row order of rotary heads.
+Must not know: models, the header format (transformers_utils/gguf_metadata.py). Layer L6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from vllm.transformers_utils.gguf_metadata import GGUFHeader, GGUFTensorInfo, read_gguf_header
+
+__all__ = ["ROPE_FACTORS", "dequantise", "iter_gguf", "tensor_name"]
+
+# Name under which the per-frequency divisors of a scaled rotary embedding are passed on.
+ROPE_FACTORS = "rope_freqs.weight"
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """How a tensor type is stored: `values` numbers in `size` bytes; `decode` maps `[N, size]` to `[N, values]`."""
+
+    name: str
+    values: int
+    size: int
+    decode: Callable[[Bytes], Floats]
+
+
+def _halves(blocks: Bytes, start: int) -> Floats:
+    """The fp16 number at byte `start` of each block, `[N, 1]`."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: Bytes) -> Floats:
+    """Low halves of all bytes, then high halves."""
+    return np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
+
+
+def _f32(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks).view(np.float32)
+
+
+def _f16(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
+
+
+def _bf16(blocks: Bytes) -> Floats:
+    return (np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    return _halves(blocks, 0) * (_nibbles(blocks[:, 2:]) - 8)
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    return _halves(blocks, 0) * _nibbles(blocks[:, 4:]) + _halves(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    return _halves(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    """256 values: 128 bytes of low nibbles, 64 bytes of high bit pairs, 16 int8 scales, one fp16 scale.
+
+    Each half of 128 values uses 64 low bytes and 32 high bytes; value 32·g + l of a half takes nibble g // 2 of low
+    byte 32·(g % 2) + l and bit pair g of high byte l.
+    """
+    count = blocks.shape[0]
+    low = blocks[:, :128].reshape(count, 2, 2, 32)
+    high = blocks[:, 128:192].reshape(count, 2, 1, 32)
+    scales = blocks[:, 192:208].view(np.int8).astype(np.float32).reshape(count, 16, 1)
+    nibbles = np.concatenate([low & 15, low >> 4], axis=2)
+    pairs = (high >> np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)) & 3
+    values = (nibbles | (pairs << 4)).astype(np.float32) - 32
+    return (_halves(blocks, 208)[..., None] * scales * values.reshape(count, 16, 16)).reshape(count, 256)
+
+
+_FORMATS: dict[int, BlockFormat] = {
+    0: BlockFormat("F32", 1, 4, _f32),
+    1: BlockFormat("F16", 1, 2, _f16),
+    2: BlockFormat("Q4_0", 32, 18, _q4_0),
+    3: BlockFormat("Q4_1", 32, 20, _q4_1),
+    8: BlockFormat("Q8_0", 32, 34, _q8_0),
+    14: BlockFormat("Q6_K", 256, 210, _q6_k),
+    30: BlockFormat("BF16", 1, 2, _bf16),
+}
+
+_GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "rope_freqs.weight": ROPE_FACTORS,
+}
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def tensor_name(name: str) -> str:
+    """The models' name of a GGUF tensor; `ValueError` if there is none."""
+    if name in _GLOBAL_NAMES:
+        return _GLOBAL_NAMES[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    raise ValueError(f"GGUF tensor {name!r} is not known")
+
+
+def dequantise(data: Bytes, type_number: int, shape: tuple[int, ...]) -> Tensor:
+    """Raw bytes of a tensor → fp32 tensor of `shape`; `ValueError` for an unknown type or a wrong byte count."""
+    form = _FORMATS.get(type_number)
+    if form is None:
+        known = ", ".join(f.name for f in _FORMATS.values())
+        raise ValueError(f"GGUF tensor type {type_number} is not supported; supported: {known}")
+    if data.size % form.size:
+        raise ValueError(f"{data.size} bytes are no whole number of {form.name} blocks of {form.size}")
+    values = form.decode(data.reshape(-1, form.size)).reshape(shape)
+    # A copy: fp32 tensors would otherwise be views of the read-only file.
+    return torch.from_numpy(values.copy())
+
+
+def _num_bytes(path: Path, info: GGUFTensorInfo) -> int:
+    form = _FORMATS.get(info.type_number)
+    if form is None:
+        known = ", ".join(f.name for f in _FORMATS.values())
+        raise ValueError(
+            f"{path}: tensor {info.name!r} has type {info.type_number}, which is not supported; supported: {known}"
+        )
+    return info.num_elements // form.values * form.size
+
+
+def _unpermute(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a rotary projection from the neighbour order of the file to halves (channel i turns with i + d/2)."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def _permuted_heads(header: GGUFHeader) -> dict[str, int]:
+    """Layer parts whose rows are permuted, with their head count. Only files of the llama kind permute them."""
+    if header.metadata.get("general.architecture") != "llama":
+        return {}
+    heads = int(header.metadata["llama.attention.head_count"])
+    kv_heads = int(header.metadata.get("llama.attention.head_count_kv", heads))
+    return {"attn_q": heads, "attn_k": kv_heads}
+
+
+def iter_gguf(path: Path, show_progress: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yields (model's name, fp32 tensor) for every tensor; the bar counts file bytes.
+
+    `ValueError` names a tensor that is unknown, of an unsupported type or cut off.
+    """
+    header = read_gguf_header(path)
+    permuted = _permuted_heads(header)
+    file_bytes = np.memmap(path, dtype=np.uint8, mode="r")
+    total = file_bytes.size - header.data_offset
+    with tqdm(
+        total=total,
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        disable=None if show_progress else True,
+    ) as bar:
+        for info in header.tensors:
+            start = header.data_offset + info.offset
+            end = start + _num_bytes(path, info)
+            if end > file_bytes.size:
+                raise ValueError(
+                    f"{path}: tensor {info.name!r} is cut off at byte {file_bytes.size} of {end}"
+                )
+            tensor = dequantise(np.asarray(file_bytes[start:end]), info.type_number, info.shape)
+            part = info.name.split(".")[2] if info.name.startswith("blk.") else ""
+            if part in permuted:
+                tensor = _unpermute(tensor, permuted[part])
+            yield tensor_name(info.name), tensor
+            bar.update(end - start)

@@ -1,0 +1,68 @@
+"""Finds weight files and streams tensors out of them, with progress.
+
+Owns: which files of a folder or repository hold the weights, reading safetensors. Must not know: models. Layer L6.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from vllm.transformers_utils.config import ModelSource, find_model_file
+
+__all__ = ["find_safetensors", "iter_safetensors"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def find_safetensors(source: ModelSource) -> list[Path]:
+    """The weight files of a model, in order; downloaded if the model is a repository.
+
+    An index file decides where there is one, so that a second copy of the weights in the folder is not read.
+    `ValueError` if there are none, or if a file that the index names is missing.
+    """
+    index = find_model_file(source, _INDEX)
+    if index is not None:
+        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+        files = []
+        for name in sorted(set(weight_map.values())):
+            path = find_model_file(source, name)
+            if path is None:
+                raise ValueError(f"Model {source.model!r}: {_INDEX} names {name}, which does not exist")
+            files.append(path)
+        return files
+    single = find_model_file(source, _SINGLE)
+    if single is not None:
+        return [single]
+    folder = Path(source.model).expanduser()
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        raise ValueError(f"Model {source.model!r} has no safetensors weights")
+    return files
+
+
+def iter_safetensors(files: list[Path], show_progress: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor of every file; the bar counts bytes. `ValueError` for a file that cannot be read."""
+    total = sum(path.stat().st_size for path in files)
+    with tqdm(
+        total=total,
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        disable=None if show_progress else True,
+    ) as bar:
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (not a mapping)
+                        tensor = file.get_tensor(name)
+                        yield name, tensor
+                        bar.update(tensor.nbytes)
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
