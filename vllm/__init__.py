@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import vllm.envs as envs
+from vllm import envs as envs
 from vllm.utils.registry import resolve_object
 from vllm.version import __version__, __version_tuple__
 

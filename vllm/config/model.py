@@ -23,6 +23,7 @@ from vllm.utils.registry import resolve_object
 logger = init_logger(__name__)
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+RunnerType = Literal["generate", "pooling", "draft"]
 RunnerOption = Literal["auto", "generate", "pooling", "draft"]
 ConvertOption = Literal["auto", "none", "embed", "classify"]
 TokenizerMode = Literal["auto", "hf", "slow"]
@@ -98,7 +99,7 @@ class ModelConfig:
     hf_text_config: Any = state(default=None)
     original_max_model_len: int | None = state(default=None)
     supports_kv_cache_grouping: bool = state(default=False)
-    runner_type: str = state(default="generate")
+    runner_type: RunnerType = state(default="generate")
 
     def __post_init__(self) -> None:
         self.dtype = check_dtype(vars(self)["dtype"])

@@ -43,9 +43,6 @@ class ParallelConfig:
     )
     worker_cls: str = setting(default="auto", doc="Dotted path of the worker class; auto is the platform's.")
     worker_extension_cls: str = setting(default="", doc="Dotted path of a class mixed into the worker.")
-    max_parallel_loading_workers: Annotated[int, Field(ge=1)] | None = setting(
-        default=None, doc="Workers that load weights at the same time.", flag=HIDDEN
-    )
     data_parallel_master_ip: str = setting(
         default="127.0.0.1", doc="Address of data-parallel rank 0.", flag=HIDDEN
     )
