@@ -1,0 +1,143 @@
+"""Figures of the offload as data, and their sink.
+
+Owns metric names, label names and the payload's layout. It must not import a metrics library. Layer L4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import KVConnectorPromMetrics
+from vllm.v1.kv_connector_types import KVConnectorStats
+
+# Label values of a metric, in the order of its own label names.
+Labels = tuple[str, ...]
+
+
+class MetricName:
+    """Names as they appear on the metrics page."""
+
+    SAVE_OUTCOMES = "vllm:simple_kv_offload_save_outcomes_total"
+    LOAD_BLOCKS = "vllm:simple_kv_offload_load_blocks_total"
+    USED_BLOCKS = "vllm:simple_kv_offload_used_blocks"
+    PENDING_STORE_BLOCKS = "vllm:simple_kv_offload_pending_store_blocks"
+    INFO = "vllm:simple_kv_offload_info"
+    LOOKUP_TOKENS = "vllm:simple_kv_offload_lookup_tokens_total"
+    HIT_TOKENS = "vllm:simple_kv_offload_hit_tokens_total"
+    STORE_BLOCKS = "vllm:simple_kv_offload_store_blocks_total"
+    LOAD_FAILURES = "vllm:simple_kv_offload_load_failures_total"
+    EVICTED_BLOCKS = "vllm:simple_kv_offload_evicted_blocks_total"
+    CACHED_ENTRIES = "vllm:simple_kv_offload_cached_entries"
+
+
+SAVE_OUTCOMES = (
+    "stored",
+    "dropped_cpu_full",
+    "dropped_request_gone",
+    "skipped_already_cached",
+    "skipped_in_flight",
+    "dropped_null_block",
+    "dropped_not_hashed",
+)
+# Outcome label → field of BoundaryStoreStats.
+OUTCOME_TO_FIELD = {outcome: outcome for outcome in SAVE_OUTCOMES}
+INFO_LABELS = ["backend", "page_cache", "lazy_offload", "capacity_blocks"]
+
+# (name, library class, own labels, documentation)
+_DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
+    (MetricName.SAVE_OUTCOMES, "Counter", ["outcome"], "State hand-offs by what became of them."),
+    (MetricName.LOAD_BLOCKS, "Counter", [], "Blocks loaded into device memory."),
+    (MetricName.USED_BLOCKS, "Gauge", [], "Slots held by transfers and promises, and the null slot."),
+    (MetricName.PENDING_STORE_BLOCKS, "Gauge", [], "Blocks whose store is planned or under way."),
+    (MetricName.INFO, "Gauge", INFO_LABELS, "Always 1; the labels describe the tier."),
+    (MetricName.LOOKUP_TOKENS, "Counter", [], "Tokens looked up behind the device's prefix."),
+    (MetricName.HIT_TOKENS, "Counter", [], "Tokens accepted for loading."),
+    (MetricName.STORE_BLOCKS, "Counter", ["result"], "Ended block stores: stored, failed or dropped."),
+    (MetricName.LOAD_FAILURES, "Counter", [], "Requests whose load failed."),
+    (MetricName.EVICTED_BLOCKS, "Counter", [], "Cached slots taken for new content."),
+    (MetricName.CACHED_ENTRIES, "Gauge", [], "Hashes that can be found in the tier."),
+)
+
+
+class SimpleCPUOffloadStats(KVConnectorStats):
+    """Counters and gauges of one interval.
+
+    ``data`` is empty, or ``{"types": {name: "counter" | "gauge"}, "data": {name: {labels: value}}}``.
+    """
+
+    def increase_counter(self, name: str, value: float = 1, labelvalues: Labels = ()) -> None:
+        """Add to a counter; adding 0 makes it visible."""
+        values = self._values(name, "counter")
+        values[tuple(labelvalues)] = values.get(tuple(labelvalues), 0) + value
+
+    def set_gauge(self, name: str, value: float, labelvalues: Labels = ()) -> None:
+        """Set a gauge."""
+        self._values(name, "gauge")[tuple(labelvalues)] = value
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the counters of ``other``, take over its gauges, and return self."""
+        if other.is_empty():
+            return self
+        types: dict[str, str] = other.data["types"]
+        for name, values in other.data["data"].items():
+            for labels, value in values.items():
+                # A payload that crossed processes may carry its labels as lists.
+                if types[name] == "counter":
+                    self.increase_counter(name, value, tuple(labels))
+                else:
+                    self.set_gauge(name, value, tuple(labels))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Figures by short name, labels appended; the constant info is left out."""
+        flat: dict[str, int | float] = {}
+        for name, values in self.data.get("data", {}).items():
+            if name == MetricName.INFO:
+                continue
+            short = name.removeprefix("vllm:simple_kv_offload_")
+            for labels, value in values.items():
+                flat[".".join([short, *labels])] = value
+        return flat
+
+    def _values(self, name: str, kind: str) -> dict[Labels, float]:
+        self.data.setdefault("types", {})[name] = kind
+        values: dict[Labels, float] = self.data.setdefault("data", {}).setdefault(name, {})
+        return values
+
+
+class SimpleCPUOffloadPromMetrics(KVConnectorPromMetrics):
+    """One metric per name, one child per engine and label values, made when first seen."""
+
+    # Metric classes and their instances belong to the metrics library, hence opaque.
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._defs: dict[str, Any] = {
+            name: self.make_metric(kind, name, documentation, [*labelnames, *own_labels])
+            for name, kind, own_labels, documentation in _DEFINITIONS
+        }
+        self._metrics: dict[tuple[int, str, Labels], Any] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        types: dict[str, str] = transfer_stats_data.get("types", {})
+        for name, values in transfer_stats_data.get("data", {}).items():
+            for labels, value in values.items():
+                child = self._child(engine_idx, name, tuple(labels))
+                if types[name] == "counter":
+                    child.inc(value)
+                else:
+                    child.set(value)
+
+    def _child(self, engine_idx: int, name: str, labels: Labels) -> Any:
+        key = (engine_idx, name, labels)
+        if key not in self._metrics:
+            engine_values = self.per_engine_labelvalues[engine_idx]
+            self._metrics[key] = self._defs[name].labels(*engine_values, *labels)
+        return self._metrics[key]

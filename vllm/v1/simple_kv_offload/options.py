@@ -1,0 +1,169 @@
+"""The connector's own settings: read once from the extra config, checked, and frozen.
+
+Owns names, types, bounds and defaults of the keys. It must not know sizes of a model. Layer L4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+DEFAULT_CPU_CAPACITY_BYTES = 8 * 1024**3
+DEFAULT_DISK_CAPACITY_BYTES = 100 * 1024**3
+DEFAULT_DISK_BUFFER_SLOTS = 2
+DEFAULT_TRANSFER_TIMEOUT_S = 60.0
+VALID_KV_OFFLOAD_BACKENDS = ("cpu", "disk")
+
+DISK_KEYS = ("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache")
+KNOWN_KEYS = (
+    "cpu_bytes_to_use",
+    "cpu_bytes_to_use_per_rank",
+    "num_cpu_blocks",
+    "lazy_offload",
+    "kv_offload_backend",
+    *DISK_KEYS,
+    "transfer_timeout_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptions:
+    """Checked settings; bytes are per rank unless the name says otherwise."""
+
+    cpu_bytes: int
+    cpu_bytes_server_wide: int
+    num_cpu_blocks: int | None
+    lazy_offload: bool
+    backend: str
+    disk_path: str | None
+    disk_capacity_bytes: int
+    disk_buffer_slots: int
+    use_page_cache: bool
+    transfer_timeout_s: float
+
+    @property
+    def is_disk(self) -> bool:
+        """Whether blocks go to a file instead of host memory."""
+        return self.backend == "disk"
+
+
+# The values come from the user's JSON, so anything may be in them.
+def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
+    """Read ``kv_connector_extra_config``.
+
+    Raises ``ValueError`` naming key and value for unknown keys (with the nearest known one), wrong
+    types and values out of bounds.
+    """
+    _refuse_unknown_keys(extra)
+    backend = extra.get("kv_offload_backend", "cpu")
+    if backend not in VALID_KV_OFFLOAD_BACKENDS:
+        raise ValueError(
+            f"kv_offload_backend must be one of {', '.join(VALID_KV_OFFLOAD_BACKENDS)}, got {backend!r}"
+        )
+    if backend == "cpu":
+        ignored = [key for key in DISK_KEYS if key in extra]
+        if ignored:
+            logger.warning("%s ignored: kv_offload_backend is 'cpu'", ", ".join(ignored))
+    is_disk = backend == "disk"
+    disk_path = extra.get("disk_path") if is_disk else None
+    if is_disk and not (isinstance(disk_path, str) and disk_path):
+        raise ValueError(f"disk_path must name a file for kv_offload_backend='disk', got {disk_path!r}")
+    server_wide, per_rank = _cpu_bytes(extra, world_size)
+    return OffloadOptions(
+        cpu_bytes=per_rank,
+        cpu_bytes_server_wide=server_wide,
+        num_cpu_blocks=check_num_cpu_blocks(extra.get("num_cpu_blocks")),
+        lazy_offload=_flag(extra, "lazy_offload", default=False),
+        backend=backend,
+        disk_path=disk_path,
+        disk_capacity_bytes=_disk_bytes(extra) if is_disk else 0,
+        disk_buffer_slots=_whole(extra, "disk_buffer_slots", DEFAULT_DISK_BUFFER_SLOTS)
+        if is_disk
+        else DEFAULT_DISK_BUFFER_SLOTS,
+        use_page_cache=_flag(extra, "use_page_cache", default=False) if is_disk else False,
+        transfer_timeout_s=_seconds(extra, "transfer_timeout_s", DEFAULT_TRANSFER_TIMEOUT_S),
+    )
+
+
+def check_num_cpu_blocks(value: Any) -> int | None:
+    """The block count, None if not given; ``ValueError`` for anything but a positive ``int``."""
+    if value is None:
+        return None
+    if type(value) is not int or value <= 0:
+        raise ValueError(f"num_cpu_blocks must be a positive int, got {value!r}")
+    return value
+
+
+def _refuse_unknown_keys(extra: Mapping[str, Any]) -> None:
+    unknown = [key for key in extra if key not in KNOWN_KEYS]
+    if not unknown:
+        return
+    hints = []
+    for key in unknown:
+        nearest = get_close_matches(str(key), KNOWN_KEYS, n=1, cutoff=0.4)
+        hints.append(f"{key!r} (did you mean {nearest[0]!r}?)" if nearest else repr(key))
+    raise ValueError(
+        f"Unknown key in kv_connector_extra_config of SimpleCPUOffloadConnector: {', '.join(hints)}. "
+        f"Known keys: {', '.join(KNOWN_KEYS)}"
+    )
+
+
+def _cpu_bytes(extra: Mapping[str, Any], world_size: int) -> tuple[int, int]:
+    server_wide = _whole(extra, "cpu_bytes_to_use", DEFAULT_CPU_CAPACITY_BYTES)
+    shared = server_wide // world_size
+    if shared <= 0:
+        raise ValueError(f"cpu_bytes_to_use={server_wide} leaves nothing for each of {world_size} ranks")
+    if "cpu_bytes_to_use_per_rank" not in extra:
+        return server_wide, shared
+    per_rank = _whole(extra, "cpu_bytes_to_use_per_rank", shared)
+    if "cpu_bytes_to_use" in extra and per_rank != shared:
+        logger.warning(
+            "cpu_bytes_to_use_per_rank=%d overrides cpu_bytes_to_use=%d (%d per rank)",
+            per_rank,
+            server_wide,
+            shared,
+        )
+    return per_rank * world_size, per_rank
+
+
+def _disk_bytes(extra: Mapping[str, Any]) -> int:
+    return _whole(extra, "disk_capacity_bytes", DEFAULT_DISK_CAPACITY_BYTES)
+
+
+def _whole(extra: Mapping[str, Any], key: str, default: int) -> int:
+    """A positive whole number; text of digits and whole floats (from JSON) are taken too."""
+    value = extra.get(key, default)
+    number: int | None = None
+    if isinstance(value, bool):
+        number = None
+    elif isinstance(value, int):
+        number = value
+    elif (isinstance(value, float) and value.is_integer()) or (
+        isinstance(value, str) and value.strip().isdecimal()
+    ):
+        number = int(value)
+    if number is None or number <= 0:
+        raise ValueError(f"{key} must be a positive whole number, got {value!r}")
+    return number
+
+
+def _flag(extra: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = extra.get(key, default)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ValueError(f"{key} must be true or false, got {value!r}")
+
+
+def _seconds(extra: Mapping[str, Any], key: str, default: float) -> float:
+    value = extra.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{key} must be a positive number of seconds, got {value!r}")
+    return float(value)

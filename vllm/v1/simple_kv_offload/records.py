@@ -1,0 +1,67 @@
+"""Public records of the offload manager that outside code constructs or reads. Layer L4.
+
+They describe; nothing inside is decided by them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
+from vllm.v1.core.block_hasher import ExtraKeys
+from vllm.v1.request import Request
+
+
+@dataclass
+class BlockStoreMeta:
+    """What the event of a stored hash says besides the hash."""
+
+    token_ids: list[int]
+    parent_block_hash: BlockHash | None
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: ExtraKeys | None
+    block_size: int | None = None
+
+
+@dataclass
+class TransferMeta:
+    """Block ids of both sides, pairwise; ``block_meta[i]`` belongs to pair i."""
+
+    gpu_block_ids: list[int]
+    cpu_block_ids: list[int]
+    block_meta: list[dict[BlockHashWithGroupId, BlockStoreMeta]] | None = None
+
+
+@dataclass
+class LoadRequestState:
+    """A load from its acceptance until its end; ``finished`` = the request ended first."""
+
+    request: Request
+    transfer_meta: TransferMeta
+    load_event: int | None = None
+    finished: bool = False
+
+
+@dataclass
+class BoundaryStoreStats:
+    """What became of the state hand-offs: ``published`` of them, each with one of the other outcomes."""
+
+    published: int = 0
+    stored: int = 0
+    dropped_cpu_full: int = 0
+    dropped_request_gone: int = 0
+    skipped_already_cached: int = 0
+    skipped_in_flight: int = 0
+    dropped_null_block: int = 0
+    dropped_not_hashed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLedger:
+    """Blocks since the start: ``scheduled = stored + failed + dropped`` once nothing is in flight."""
+
+    scheduled: int = 0
+    stored: int = 0
+    failed: int = 0
+    dropped: int = 0

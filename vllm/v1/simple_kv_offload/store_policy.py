@@ -1,0 +1,247 @@
+"""Which device blocks deserve a copy below: candidates of the eager, the finishing and the lazy policy.
+
+Owns the choice, as functions of request, device pool and tier. It takes no leases and changes no pool.
+A block is a candidate only if it carries, on the device, the very key that is expected there: a block
+that left its window or changed owner since fails that test. Layer L4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from vllm.v1.core.block_hash import (
+    BlockHashListWithBlockSize,
+    BlockHashWithGroupId,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.core.block_index import StoredBlockInfo, describe_tokens
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_block import KVCacheBlock
+from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.tier import Tier
+from vllm.v1.simple_kv_offload.transfer import StagedKey
+
+BlockTable = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A device block and the keys its copy gets."""
+
+    block: KVCacheBlock
+    keys: tuple[StagedKey, ...]
+
+
+@dataclass
+class StoreRequestState:
+    """What is tracked of a request whose blocks are stored as it goes.
+
+    ``block_ids`` is its block table per group, ``num_stored_blocks`` the cursor per group: blocks
+    before it were stored or passed over. ``store_events`` are its stores in flight.
+    """
+
+    request: Request
+    block_ids: tuple[list[int], ...]
+    num_stored_blocks: list[int]
+    store_events: set[int] = field(default_factory=set)
+    finished: bool = False
+    own_keys: set[BlockHashWithGroupId] = field(default_factory=set)
+    """Keys this request had stored; dropped again if it ends in an error."""
+    patrol_from: list[int] = field(default_factory=list)
+    """Per group the next block to re-examine for holes, -1 = nothing left of this round."""
+    evictions_seen: int = 0
+    guarded_slots: set[int] = field(default_factory=set)
+    """Slots of the tier this request counts on; written by the hole patrol."""
+
+    def replace_table(self, block_ids: BlockTable) -> None:
+        """The whole table is new: start over."""
+        self.block_ids = tuple(list(ids) for ids in block_ids)
+        self.restart()
+
+    def extend_table(self, block_ids: BlockTable) -> None:
+        """Blocks were added."""
+        if not self.block_ids:
+            self.block_ids = tuple([] for _ in block_ids)
+        for table, new in zip(self.block_ids, block_ids, strict=True):
+            table.extend(new)
+
+    def restart(self) -> None:
+        """Examine every block again; copies that exist are passed over quickly."""
+        self.num_stored_blocks = [0] * len(self.num_stored_blocks)
+        self.patrol_from = []
+
+
+@dataclass(slots=True)
+class Selection:
+    """Chosen candidates; ``room`` is how many more the tier could take."""
+
+    room: int
+    candidates: list[Candidate] = field(default_factory=list)
+    keys: set[BlockHashWithGroupId] = field(default_factory=set)
+
+    def add(self, candidate: Candidate) -> None:
+        """Choose a candidate."""
+        self.candidates.append(candidate)
+        self.keys.update(staged.key for staged in candidate.keys)
+        self.room -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The two pools and what is under way between them: the surroundings of every choice."""
+
+    device: BlockPool
+    tier: Tier
+    in_flight: Collection[BlockHashWithGroupId]
+    hash_block_size: int
+
+    def is_copied(self, key: BlockHashWithGroupId) -> bool:
+        """Whether the tier has this content or is about to."""
+        return key in self.in_flight or self.tier.contains(key)
+
+    def block_size(self, group: int) -> int:
+        """Tokens per block of a group."""
+        return self.tier.coordinator.group_block_sizes[group]
+
+    def candidate(self, block: KVCacheBlock, request: Request | None) -> Candidate:
+        """The block with a snapshot of its keys."""
+        staged = tuple(
+            StagedKey(key, num_tokens, self._info(block, key, num_tokens, request))
+            for key, num_tokens in self.device.get_keys(block)
+        )
+        return Candidate(block, staged)
+
+    def _info(
+        self,
+        block: KVCacheBlock,
+        key: BlockHashWithGroupId,
+        num_tokens: int | None,
+        request: Request | None,
+    ) -> StoredBlockInfo | None:
+        if not self.tier.pool.enable_kv_cache_events:
+            return None
+        known = self.device.get_stored_info(block, key)
+        if known is not None or request is None or num_tokens is None:
+            return known
+        group_size = self.block_size(get_group_id(key))
+        size = group_size if num_tokens % group_size == 0 else self.hash_block_size
+        return describe_request_tokens(self, request, num_tokens, size)
+
+
+def describe_request_tokens(
+    stores: Stores, request: Request, num_tokens: int, size: int
+) -> StoredBlockInfo | None:
+    """What an event says about the request's ``size`` tokens that end at ``num_tokens``."""
+    start = num_tokens - size
+    units = start // stores.hash_block_size
+    if start < 0 or num_tokens > request.num_tokens or units > len(request.block_hashes):
+        return None
+    parent = request.block_hashes[units - 1] if units else None
+    return describe_tokens(request, start, num_tokens, parent, stores.device.num_hash_lookahead_tokens)
+
+
+def confirmed_tokens(request: Request) -> int:
+    """Tokens whose KV is known to be complete: scheduled ones whose step has been processed."""
+    pending = max(request.num_output_placeholders, request.num_in_flight_tokens)
+    return max(0, request.num_computed_tokens - pending)
+
+
+def stable_groups(tier: Tier) -> tuple[int, ...]:
+    """Cacheable groups where position i of a table always stands for the same tokens."""
+    managers = tier.coordinator.single_type_managers
+    return tuple(group for group in tier.group_ids if managers[group].has_positionally_stable_blocks)
+
+
+def expected_keys(stores: Stores, request: Request, group: int) -> Callable[[int], BlockHashWithGroupId]:
+    """A function from a block's position to the key its content has."""
+    hashes = BlockHashListWithBlockSize(
+        request.block_hashes, stores.hash_block_size, stores.block_size(group)
+    )
+    return lambda index: make_block_hash_with_group_id(hashes[index], group)
+
+
+def num_full_blocks(stores: Stores, request: Request, group: int, table: Sequence[int]) -> int:
+    """Blocks of the group that are full, confirmed, hashed and in the table."""
+    size = stores.block_size(group)
+    hashed = len(request.block_hashes) * stores.hash_block_size
+    return min(min(confirmed_tokens(request), hashed) // size, len(table))
+
+
+def find_source(stores: Stores, block_id: int, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+    """The device block that holds this content: the request's own, else an idle cached one."""
+    own = stores.device.blocks[block_id]
+    if not own.is_null and own.block_hash == key:
+        return own
+    other = stores.device.cached_block_hash_to_block.get_one_block(key)
+    # A block that someone holds may still wait for its bytes; its holder stores it.
+    return other if other is not None and other.ref_cnt == 0 else None
+
+
+def select_new(
+    stores: Stores, state: StoreRequestState, table: BlockTable, groups: Iterable[int], chosen: Selection
+) -> list[int]:
+    """Walk each group's table from its cursor; returns how far each group's cursor moves.
+
+    Content that is copied already, or that carries no key, is passed over; without room the walk
+    stops and goes on another time.
+    """
+    advance = [0] * len(state.num_stored_blocks)
+    for group in groups:
+        start = state.num_stored_blocks[group]
+        end = num_full_blocks(stores, state.request, group, table[group])
+        if start >= end:
+            continue
+        key_at = expected_keys(stores, state.request, group)
+        for index in range(start, end):
+            key = key_at(index)
+            if not (key in chosen.keys or stores.is_copied(key)):
+                source = find_source(stores, table[group][index], key)
+                if source is not None and chosen.room <= 0:
+                    break
+                if source is not None:
+                    chosen.add(stores.candidate(source, state.request))
+            advance[group] += 1
+    return advance
+
+
+def select_tail(stores: Stores, request: Request, table: BlockTable, chosen: Selection) -> None:
+    """At the end of a request: entries that are registered in its table but no cursor walks over.
+
+    That is a prefix ending inside a full-attention block, and states of recurrent groups. Only
+    entries over confirmed tokens count.
+    """
+    confirmed = confirmed_tokens(request)
+    for group in stores.tier.group_ids:
+        for block_id in table[group]:
+            block = stores.device.blocks[block_id]
+            if block.is_null or block.block_hash is None or get_group_id(block.block_hash) != group:
+                continue
+            covered = max((tokens or 0 for _, tokens in stores.device.get_keys(block)), default=0)
+            key = block.block_hash
+            if covered > confirmed or key in chosen.keys or stores.is_copied(key):
+                continue
+            if chosen.room <= 0:
+                return
+            chosen.add(stores.candidate(block, request))
+
+
+def select_endangered(stores: Stores, depth: int, chosen: Selection) -> KVCacheBlock | None:
+    """The lazy policy: cached blocks among the next ``depth`` to be handed out that have no copy yet.
+
+    Returns the last block looked at.
+    """
+    last: KVCacheBlock | None = None
+    queue = stores.device.free_block_queue.iter_blocks_after(None)
+    for block in islice(queue, depth):
+        if chosen.room <= 0:
+            break
+        last = block
+        key = block.block_hash
+        if key is None or get_group_id(key) not in stores.tier.group_ids:
+            continue
+        if key not in chosen.keys and not stores.is_copied(key):
+            chosen.add(stores.candidate(block, None))
+    return last

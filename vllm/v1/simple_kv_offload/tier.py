@@ -1,0 +1,151 @@
+"""One tier below the device: a block pool, the coordinator that searches it, and its medium.
+
+Owns which slots of the tier are free, staged or findable. It must not know transfers, requests'
+lifetimes or copies. Layer L4.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from vllm.distributed.kv_event_types import AnyKVCacheEvent, BlockStored
+from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_block import KVCacheBlock
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
+from vllm.v1.simple_kv_offload.transfer import StagedKey
+
+
+@dataclass(frozen=True, slots=True)
+class TierGeometry:
+    """What a tier takes from the engine's configuration, as plain numbers."""
+
+    num_blocks: int
+    medium: str
+    scheduler_block_size: int
+    hash_block_size: int
+    max_model_len: int
+    max_in_flight_tokens: int
+    use_eagle: bool
+    dcp_world_size: int
+    pcp_world_size: int
+    num_hash_lookahead_tokens: int
+    allow_partial_hits: bool
+    enable_events: bool
+
+
+class Tier:
+    """Slots of one medium. Slot 0 is the null block and never used.
+
+    A slot is *staged* between `stage` and `commit`: held, without key, invisible to `find`.
+    """
+
+    def __init__(self, kv_cache_config: KVCacheConfig, geometry: TierGeometry) -> None:
+        self.config = tier_kv_cache_config(kv_cache_config, geometry.num_blocks)
+        self.medium = geometry.medium
+        self.group_ids: tuple[int, ...] = tuple(kv_cache_config.prefix_cacheable_group_ids)
+        self.pool = BlockPool(
+            geometry.num_blocks,
+            enable_caching=True,
+            hash_block_size=geometry.hash_block_size,
+            enable_kv_cache_events=geometry.enable_events,
+            num_hash_lookahead_tokens=geometry.num_hash_lookahead_tokens,
+            medium=geometry.medium,
+        )
+        self.coordinator: KVCacheCoordinator = get_kv_cache_coordinator(
+            kv_cache_config=self.config,
+            max_model_len=geometry.max_model_len,
+            max_in_flight_tokens=geometry.max_in_flight_tokens,
+            use_eagle=geometry.use_eagle,
+            enable_caching=True,
+            enable_kv_cache_events=geometry.enable_events,
+            dcp_world_size=geometry.dcp_world_size,
+            pcp_world_size=geometry.pcp_world_size,
+            scheduler_block_size=geometry.scheduler_block_size,
+            hash_block_size=geometry.hash_block_size,
+            num_hash_lookahead_tokens=geometry.num_hash_lookahead_tokens,
+            allow_partial_hash_hits=geometry.allow_partial_hits,
+            block_pool=self.pool,
+        )
+        self.evictions = 0
+        """Findable slots that were taken for new content so far."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Slots, the null block included."""
+        return self.pool.num_gpu_blocks
+
+    @property
+    def num_stageable(self) -> int:
+        """Slots that can be staged now: free ones, whether or not they hold findable content."""
+        return self.pool.get_num_free_blocks()
+
+    @property
+    def num_held(self) -> int:
+        """Slots held by leases, and the null block."""
+        return self.num_blocks - self.num_stageable
+
+    def find(
+        self, block_hashes: Sequence[BlockHash], max_tokens: int
+    ) -> tuple[tuple[Sequence[KVCacheBlock], ...], int]:
+        """The longest usable prefix of these hashes: blocks per group, and its length in tokens."""
+        blocks, num_tokens, _ = self.coordinator.find_longest_cache_hit(list(block_hashes), max_tokens)
+        return tuple(blocks), num_tokens
+
+    def contains(self, key: BlockHashWithGroupId) -> bool:
+        """Whether a slot with this key is findable."""
+        return self.pool.cached_block_hash_to_block.get_one_block(key) is not None
+
+    def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+        """A findable slot with this key."""
+        return self.pool.cached_block_hash_to_block.get_one_block(key)
+
+    def peek_victim(self, offset: int) -> KVCacheBlock | None:
+        """The slot that `stage` would take after ``offset`` others, or None if there are not that many."""
+        return next(islice(self.pool.free_block_queue.iter_blocks_after(None), offset, None), None)
+
+    def stage(self, count: int) -> list[KVCacheBlock]:
+        """Take ``count`` slots, each with one reference for the caller. ``ValueError`` if there are fewer."""
+        queue = self.pool.free_block_queue.iter_blocks_after(None)
+        self.evictions += sum(block.block_hash is not None for block in islice(queue, count))
+        return self.pool.get_new_blocks(count)
+
+    def commit(self, block: KVCacheBlock, keys: Iterable[StagedKey]) -> None:
+        """Make a staged slot, whose bytes have arrived, findable under its keys."""
+        for staged in keys:
+            self.pool.commit_staged(block, staged.key, staged.num_tokens, staged.info)
+
+    def forget(self, keys: Iterable[BlockHashWithGroupId]) -> int:
+        """Make content unfindable under these keys; who holds the slots keeps them. Returns the slots."""
+        slots = {block.block_id for key in keys if (block := self.get(key)) is not None}
+        self.pool.evict_blocks(sorted(slots))
+        return len(slots)
+
+    def take_events(self) -> list[AnyKVCacheEvent]:
+        """Events since the last call, with the kind and the window of their group."""
+        events = self.pool.take_events()
+        for event in events:
+            if isinstance(event, BlockStored) and event.group_idx is not None:
+                spec = self.config.kv_cache_groups[event.group_idx].kv_cache_spec
+                event.kv_cache_spec_kind = get_kv_cache_spec_kind(spec).value
+                event.kv_cache_spec_sliding_window = get_kv_cache_spec_sliding_window(spec)
+        return events
+
+
+def tier_kv_cache_config(kv_cache_config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
+    """The device's plan with another number of blocks; groups keep their ids, tensors their proportions."""
+    groups = [copy.copy(group) for group in kv_cache_config.kv_cache_groups]
+    per_block = max(1, kv_cache_config.num_blocks)
+    tensors = [
+        replace(tensor, size=tensor.size // per_block * num_blocks)
+        for tensor in kv_cache_config.kv_cache_tensors
+    ]
+    return replace(kv_cache_config, num_blocks=num_blocks, kv_cache_groups=groups, kv_cache_tensors=tensors)

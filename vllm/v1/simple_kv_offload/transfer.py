@@ -1,0 +1,204 @@
+"""A copy in flight: its state machine, the leases of both sides, and the table of open ones.
+
+Owns when blocks of a copy are let go. It must not know why a copy was chosen. Layer L4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from vllm.utils.checks import check
+from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.core.block_index import StoredBlockInfo
+from vllm.v1.core.block_lease import Lease
+from vllm.v1.core.kv_cache_block import KVCacheBlock
+
+
+class TransferState(Enum):
+    """See `Transfer`."""
+
+    PLANNED = "planned"
+    SUBMITTED = "submitted"
+    ABANDONED = "abandoned"
+    DONE = "done"
+    FAILED = "failed"
+    DISCARDED = "discarded"
+
+
+_LEGAL_MOVES: dict[TransferState, frozenset[TransferState]] = {
+    TransferState.PLANNED: frozenset({TransferState.SUBMITTED, TransferState.DISCARDED}),
+    TransferState.SUBMITTED: frozenset({TransferState.DONE, TransferState.FAILED, TransferState.ABANDONED}),
+    TransferState.ABANDONED: frozenset({TransferState.DISCARDED}),
+    TransferState.DONE: frozenset(),
+    TransferState.FAILED: frozenset(),
+    TransferState.DISCARDED: frozenset(),
+}
+ENDED = frozenset({TransferState.DONE, TransferState.FAILED, TransferState.DISCARDED})
+
+
+@dataclass(frozen=True, slots=True)
+class StagedKey:
+    """A key that the target block gets when the copy is done, as it was when the copy was planned."""
+
+    key: BlockHashWithGroupId
+    num_tokens: int | None
+    info: StoredBlockInfo | None
+
+
+class Transfer:
+    """Blocks of two tiers, pairwise, and the leases that keep them until the copy has ended.
+
+    ::
+
+        PLANNED ──► SUBMITTED ──► DONE | FAILED
+           │            └───────► ABANDONED ──► DISCARDED     (still running, result unwanted)
+           └────────────────────────────────► DISCARDED
+
+    It ends once, in DONE, FAILED or DISCARDED, and its end releases both leases. ``keys[i]`` are the
+    keys that target block i gets (stores only).
+    """
+
+    __slots__ = ("_device", "_front", "_state", "_tier", "keys", "owner")
+
+    def __init__(
+        self,
+        owner: str,
+        device: Lease,
+        tier: Lease,
+        keys: Sequence[tuple[StagedKey, ...]] = (),
+        *,
+        device_to_front: bool = False,
+    ) -> None:
+        check(
+            len(device.blocks) == len(tier.blocks),
+            f"transfer of {owner}: {len(device.blocks)} device blocks, {len(tier.blocks)} tier blocks",
+        )
+        check(
+            not keys or len(keys) == len(tier.blocks),
+            f"transfer of {owner}: {len(keys)} key sets for {len(tier.blocks)} blocks",
+        )
+        self.owner = owner
+        self.keys = list(keys)
+        self._device = device
+        self._tier = tier
+        self._front = device_to_front
+        self._state = TransferState.PLANNED
+
+    @property
+    def state(self) -> TransferState:
+        """Where the transfer stands."""
+        return self._state
+
+    @property
+    def ended(self) -> bool:
+        """True once both leases are released."""
+        return self._state in ENDED
+
+    @property
+    def device_blocks(self) -> Sequence[KVCacheBlock]:
+        """Blocks of the device tier; empty after the end."""
+        return self._device.blocks
+
+    @property
+    def tier_blocks(self) -> Sequence[KVCacheBlock]:
+        """Blocks of the lower tier, in the same order; empty after the end."""
+        return self._tier.blocks
+
+    def __len__(self) -> int:
+        return len(self._tier.blocks)
+
+    def submit(self) -> None:
+        """The order left for the workers."""
+        self._move(TransferState.SUBMITTED)
+
+    def abandon(self) -> None:
+        """Nobody wants the result; the blocks stay held until the copy has ended."""
+        self._move(TransferState.ABANDONED)
+
+    def finish(self, *, ok: bool) -> TransferState:
+        """The copy is over on all ranks; releases both sides and returns the final state."""
+        if self._state is TransferState.ABANDONED:
+            return self._end(TransferState.DISCARDED)
+        return self._end(TransferState.DONE if ok else TransferState.FAILED)
+
+    def discard(self) -> None:
+        """Drop a transfer that was never submitted."""
+        check(self._state is TransferState.PLANNED, f"transfer of {self.owner} is {self._state}")
+        self._end(TransferState.DISCARDED)
+
+    def _move(self, state: TransferState) -> None:
+        check(
+            state in _LEGAL_MOVES[self._state],
+            f"transfer of {self.owner} cannot go from {self._state} to {state}",
+        )
+        self._state = state
+
+    def _end(self, state: TransferState) -> TransferState:
+        self._move(state)
+        self._tier.release()
+        self._device.release(to_front=self._front)
+        return state
+
+
+class StoreTable:
+    """Submitted stores by event, with the reports still missing, and what they have in flight.
+
+    One event covers the transfers of all requests of a step. Bounded by the blocks of the lower
+    tier: every transfer holds at least one.
+    """
+
+    def __init__(self, expected_reports: int) -> None:
+        self.expected_reports = expected_reports
+        self._transfers: dict[int, list[Transfer]] = {}
+        self._missing: dict[int, int] = {}
+        self._failed: set[int] = set()
+        self._next_event = 0
+
+    def submit(self, transfers: Sequence[Transfer]) -> int:
+        """Enter planned stores under one new event; events rise and are never used again."""
+        check(bool(transfers), "a store event needs a transfer")
+        event, self._next_event = self._next_event, self._next_event + 1
+        for transfer in transfers:
+            transfer.submit()
+        self._transfers[event] = list(transfers)
+        self._missing[event] = self.expected_reports
+        return event
+
+    def report(self, event: int, count: int, *, ok: bool) -> tuple[list[Transfer], bool] | None:
+        """Count ``count`` ranks. Once none is missing: the transfers and whether all ranks succeeded.
+
+        Reports of unknown events (a peer that reports twice) are ignored.
+        """
+        if event not in self._transfers:
+            return None
+        if not ok:
+            self._failed.add(event)
+        self._missing[event] -= count
+        if self._missing[event] > 0:
+            return None
+        del self._missing[event]
+        all_ok = event not in self._failed
+        self._failed.discard(event)
+        return self._transfers.pop(event), all_ok
+
+    def __iter__(self) -> Iterator[tuple[int, list[Transfer]]]:
+        return iter(self._transfers.items())
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def transfers(self) -> Iterator[Transfer]:
+        """All submitted transfers, in order of submission."""
+        return (transfer for batch in self._transfers.values() for transfer in batch)
+
+    @property
+    def reports(self) -> dict[int, int]:
+        """Reports that arrived so far, per event that has any but not all."""
+        return {
+            event: self.expected_reports - missing
+            for event, missing in self._missing.items()
+            if missing < self.expected_reports
+        }
