@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from vllm import envs
 from vllm.platforms.interface import Platform, PlatformEnum
 
 _CGROUP_FILES = (
@@ -70,6 +71,16 @@ class CpuPlatform(Platform):
         available = _meminfo("MemAvailable") or cls.get_device_total_memory()
         cgroup = _cgroup_limit_and_usage()
         return available if cgroup is None else max(0, min(available, cgroup[0] - cgroup[1]))
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        """`VLLM_CPU_KVCACHE_SPACE` (GiB) sizes the KV cache unless bytes were given."""
+        space, cache_config = envs.VLLM_CPU_KVCACHE_SPACE, vllm_config.cache_config
+        if space is None or cache_config is None or cache_config.kv_cache_memory_bytes is not None:
+            return
+        if not space > 0:
+            raise ValueError(f"VLLM_CPU_KVCACHE_SPACE={space} must be a positive number of GiB")
+        cache_config.kv_cache_memory_bytes = int(space * 2**30)
 
     @classmethod
     def get_device_count(cls) -> int:

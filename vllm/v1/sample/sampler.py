@@ -42,6 +42,16 @@ class Sampler(nn.Module):
         logprobs_mode_override: str | None = None,
     ) -> SamplerOutput:
         """`[rows, vocab]` → int32 tokens `[rows, 1]` and, if a row asks, log probabilities with ranks."""
+        return self.sample_rows(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)[0]
+
+    def sample_rows(
+        self,
+        logits: Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: str | None = None,
+    ) -> tuple[SamplerOutput, list[int]]:
+        """`forward`, and the rows whose token means nothing: every token is banned, or the best logit is not finite."""
         mode = logprobs_mode_override or self.logprobs_mode
         wanted = sampling_metadata.max_num_logprobs is not None or bool(sampling_metadata.logprob_token_ids)
         reported: Tensor | None = None
@@ -51,13 +61,16 @@ class Sampler(nn.Module):
             reported = logits.to(torch.float32, copy=True)
         logits = logits.to(torch.float32)
         logits = self.apply_logits_processors(logits, sampling_metadata, predict_bonus_token)
+        bad = (~torch.isfinite(logits.amax(dim=-1))).nonzero().flatten()
+        if bad.numel():
+            logits[bad] = 0.0
         sampled, processed = self.sample(logits, sampling_metadata, logprobs_mode_override)
         if processed is not None:
             reported = processed
         tensors = None
         if wanted and reported is not None:
             tensors = self._gather(reported, sampling_metadata, sampled)
-        return SamplerOutput(sampled.to(torch.int32).unsqueeze(-1), tensors)
+        return SamplerOutput(sampled.to(torch.int32).unsqueeze(-1), tensors), bad.tolist()
 
     @staticmethod
     def apply_temperature(logits: Tensor, temp: Tensor, all_random: bool) -> Tensor:

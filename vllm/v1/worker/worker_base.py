@@ -22,6 +22,20 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """`ValueError` for features that no worker of this engine has."""
+    if vllm_config.model_config is None:
+        raise ValueError("a worker needs a model_config")
+    if vllm_config.speculative_config is not None:
+        raise ValueError("speculative_config: speculative decoding is not supported")
+    if vllm_config.lora_config is not None:
+        raise ValueError("lora_config: LoRA adapters are not supported")
+    if vllm_config.model_config.runner_type != "generate":
+        raise ValueError(
+            f"runner={vllm_config.model_config.runner_type!r} is not supported; only generation is"
+        )
+
+
 class WorkerBase(ABC):
     """One rank: a device, a model, a KV cache.
 

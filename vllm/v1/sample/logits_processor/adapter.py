@@ -29,6 +29,10 @@ RequestLogitsProcessor = (
 )
 
 
+def _all_nan(row: Tensor) -> Tensor:
+    return torch.full_like(row, float("nan"))
+
+
 class AdapterLogitsProcessor(LogitsProcessor):
     """Base of processors that are written per request.
 
@@ -47,10 +51,15 @@ class AdapterLogitsProcessor(LogitsProcessor):
     def _new_state(
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
     ) -> Callable[[Tensor], Tensor] | None:
-        function: Any = self.new_req_logits_processor(params)  # either of two signatures
-        if function is None:
-            return None
-        wants_prompt = len(inspect.signature(function).parameters) == 3
+        function: Any  # either of two signatures
+        try:
+            function = self.new_req_logits_processor(params)
+            if function is None:
+                return None
+            wants_prompt = len(inspect.signature(function).parameters) == 3
+        except Exception:  # foreign code of one request must not end the step of the others
+            logger.exception("A logits processor could not be made; its request will end with an error")
+            return _all_nan
         return partial(function, prompt_ids, output_ids) if wants_prompt else partial(function, output_ids)
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:

@@ -1,0 +1,113 @@
+"""The worker on the host processor. Layer: L6.
+
+Owns: how much host memory the KV cache takes, and the order of start-up. Must not know: steps, pages, models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_transfer_state import (
+    ensure_kv_transfer_initialized,
+    ensure_kv_transfer_shutdown,
+)
+from vllm.logger import init_logger
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.worker_base import WorkerBase, refuse_unsupported
+
+logger = init_logger(__name__)
+
+DEFAULT_KV_CACHE_BYTES = 4 * 2**30
+
+
+def kv_cache_bytes(chosen: int | None, available: int) -> int:
+    """Bytes for the KV cache: what was chosen, else 4 GiB, but never more than half of what is free."""
+    if chosen is None:
+        return min(DEFAULT_KV_CACHE_BYTES, available // 2)
+    if chosen > available:
+        logger.warning(
+            "The KV cache may grow to %.2f GiB, but only %.2f GiB of memory are free",
+            chosen / 2**30,
+            available / 2**30,
+        )
+    return chosen
+
+
+class CPUWorker(WorkerBase):
+    """One model and its KV cache in host memory."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
+        super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
+        refuse_unsupported(vllm_config)
+        self.device = torch.device("cpu")
+        self.model_runner = CPUModelRunner(vllm_config, self.device)
+
+    def init_device(self) -> None:
+        """Seed the generators; the device needs nothing."""
+        assert self.vllm_config.model_config is not None
+        set_random_seed(self.vllm_config.model_config.seed)
+        logger.info("CPU worker: %d threads", torch.get_num_threads())
+
+    def load_model(self) -> None:
+        self.model_runner.load_model()
+
+    def get_model(self) -> nn.Module:
+        return self.model_runner.get_model()
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self.model_runner.get_kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: `kv_cache_memory_bytes`, or 4 GiB capped to half of the free memory."""
+        chosen = self.vllm_config.cache_config.kv_cache_memory_bytes
+        return kv_cache_bytes(chosen, CpuPlatform.get_available_memory())
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
+        self.model_runner.initialize_kv_cache(kv_cache_config, self.kv_cache_layout)
+
+    def compile_or_warm_up_model(self) -> None:
+        """One tiny forward, so that libraries initialise themselves now."""
+        self.model_runner.dummy_run(1)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | None:
+        return self.model_runner.sample_tokens(grammar_output)
+
+    def execute_dummy_batch(self) -> None:
+        self.model_runner.dummy_run(1)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache back. Weights stay: host memory is where they would be parked."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep level must be 1 or 2, got {level}")
+        if level == 2:
+            raise ValueError(
+                "sleep level 2 is not supported on the CPU: weights cannot be dropped and read again"
+            )
+        self.model_runner.drop_kv_cache()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Use the KV cache again; its pages fill up as they are written."""
+        if tags is None or "kv_cache" in tags:
+            self.model_runner.restore_kv_cache()
+
+    def shutdown(self) -> None:
+        ensure_kv_transfer_shutdown()
+        self.model_runner.shutdown()
