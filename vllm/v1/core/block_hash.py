@@ -136,7 +136,10 @@ class BlockHashListWithBlockSize(Sequence[BlockHash]):
                 raise IndexError(f"block {index} of {length}")
             return self.block_hashes[(position + 1) * self.scale_factor - 1]
         start, stop, step = index.indices(len(self))
-        return [self.block_hashes[(i + 1) * self.scale_factor - 1] for i in range(start, stop, step)]
+        scale = self.scale_factor
+        if step > 0:
+            return list(self.block_hashes[(start + 1) * scale - 1 : stop * scale : step * scale])
+        return [self.block_hashes[(i + 1) * scale - 1] for i in range(start, stop, step)]
 
     def __iter__(self) -> Iterator[BlockHash]:
         scale = self.scale_factor

@@ -53,6 +53,18 @@ class BlockHashToBlockMap:
             return next(iter(entry.values()))
         return entry
 
+    def get_run(self, block_hashes: Sequence[BlockHash], group_id: int) -> list[KVCacheBlock]:
+        """Blocks for the hashes in order, up to the first miss."""
+        get = self._cache.get
+        suffix = make_block_hash_with_group_id(BlockHash(b""), group_id)
+        run: list[KVCacheBlock] = []
+        for block_hash in block_hashes:
+            entry = get(block_hash + suffix)  # type: ignore[call-overload]
+            if entry is None:
+                break
+            run.append(entry if entry.__class__ is KVCacheBlock else next(iter(entry.values())))
+        return run
+
     def contain(self, key: BlockHashWithGroupId, block_id: int) -> bool:
         """Whether this very block is registered under `key`."""
         entry = self._cache.get(key)

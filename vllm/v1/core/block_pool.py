@@ -113,6 +113,17 @@ class BlockPool:
             found.append(block)
         return found
 
+    def find_run(
+        self, block_hashes: Sequence[BlockHash], kv_cache_group_ids: Sequence[int]
+    ) -> tuple[list[KVCacheBlock], ...]:
+        """For each group the blocks of the longest run of hashes, from the first on, that all groups have."""
+        runs = tuple(self.index.map.get_run(block_hashes, group_id) for group_id in kv_cache_group_ids)
+        if len(runs) > 1:
+            shortest = min(len(run) for run in runs)
+            for run in runs:
+                del run[shortest:]
+        return runs
+
     # References
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
