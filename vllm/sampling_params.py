@@ -148,6 +148,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._normalise()
         checks.check_numbers(self)
         checks.check_tokens_and_texts(self)
+        if self.stop and not self.include_stop_str_in_output:
+            self.output_text_buffer_length = max(map(len, self.stop)) - 1
         if self.temperature < SAMPLING_EPS:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
             if self.n > 1:
@@ -178,8 +180,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         if self.logit_bias is not None:
             self.logit_bias = checks.normal_logit_bias(self.logit_bias)
         self.thinking_token_budget = validate_thinking_token_budget(self.thinking_token_budget)
-        if self.stop and not self.include_stop_str_in_output:
-            self.output_text_buffer_length = max(map(len, self.stop)) - 1
 
     def update_from_generation_config(
         self, generation_config: dict[str, Any], eos_token_id: int | None = None

@@ -23,50 +23,69 @@ class KVCacheDTypeHandler(Protocol):
 
     name: str
 
-    # A torch.dtype and a KVQuantMode: both belong to higher layers, this one only passes them on.
+    # A torch.dtype: this layer only passes it on.
     def torch_dtype(self) -> Any:
         """The dtype of one stored element."""
         ...
 
-    def quant_mode(self) -> Any:
-        """How the element is quantised."""
+    def quant_mode(self) -> int:
+        """How the element is quantised: the number of a `KVQuantMode`."""
         ...
 
 
-class _PlainDType:
-    """A dtype that torch has under the same name (or under `torch_name`), not quantised per block."""
+class _BuiltInDType:
+    """A dtype that torch has as `torch_name`."""
 
-    def __init__(self, name: str, torch_name: str, quant_mode_name: str) -> None:
+    def __init__(self, name: str, torch_name: str, quant_mode: int) -> None:
         self.name = name
         self._torch_name = torch_name
-        self._quant_mode_name = quant_mode_name
+        self._quant_mode = quant_mode
 
     def torch_dtype(self) -> Any:
         return resolve_object(f"torch:{self._torch_name}")
 
-    def quant_mode(self) -> Any:
-        return resolve_object(f"vllm.v1.kv_cache_interface:KVQuantMode.{self._quant_mode_name}")
+    def quant_mode(self) -> int:
+        return self._quant_mode
 
 
+_PLAIN, _FP8_PER_TENSOR = 0, 1
 _BUILT_IN: dict[str, KVCacheDTypeHandler] = {
-    name: _PlainDType(name, torch_name, quant_mode)
+    name: _BuiltInDType(name, torch_name, quant_mode)
     for name, torch_name, quant_mode in (
-        ("float32", "float32", "NONE"),
-        ("float16", "float16", "NONE"),
-        ("bfloat16", "bfloat16", "NONE"),
-        ("fp8", "float8_e4m3fn", "FP8_PER_TENSOR"),
-        ("fp8_e4m3", "float8_e4m3fn", "FP8_PER_TENSOR"),
-        ("fp8_e5m2", "float8_e5m2", "FP8_PER_TENSOR"),
+        ("float32", "float32", _PLAIN),
+        ("float16", "float16", _PLAIN),
+        ("bfloat16", "bfloat16", _PLAIN),
+        ("fp8", "float8_e4m3fn", _FP8_PER_TENSOR),
+        ("fp8_e4m3", "float8_e4m3fn", _FP8_PER_TENSOR),
+        ("fp8_e5m2", "float8_e5m2", _FP8_PER_TENSOR),
     )
 }
+# Names of the public interface that a plugin may serve; without one the model refuses them at start-up.
+_RESERVED = (
+    "fp8_inc",
+    "fp8_ds_mla",
+    "int8_per_token_head",
+    "fp8_per_token_head",
+    "int4_per_token_head",
+    "nvfp4",
+    "nvfp4_ds_mla",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "turboquant_k3v4_nc",
+    "turboquant_3bit_nc",
+    "ultraquant_4bit",
+    "octave_k3v4",
+    "octave_k3v3",
+    "octave_k3v3_compact",
+)
 _registered: dict[str, KVCacheDTypeHandler] = {}
-KV_CACHE_DTYPES: tuple[str, ...] = ("auto", *_BUILT_IN)
+KV_CACHE_DTYPES: tuple[str, ...] = ("auto", *_BUILT_IN, *_RESERVED)
 _Handler = TypeVar("_Handler", bound=KVCacheDTypeHandler)
 
 
 def register_kv_cache_dtype(name: str) -> Callable[[type[_Handler]], type[_Handler]]:
     """Class decorator: an instance of the class handles the cache dtype `name`. Raises ValueError if it is taken."""
-    if is_known_kv_cache_dtype(name):
+    if name == "auto" or name in _BUILT_IN or name in _registered:
         raise ValueError(f"KV cache dtype {name!r} is already registered")
 
     def register(handler_class: type[_Handler]) -> type[_Handler]:
@@ -79,7 +98,7 @@ def register_kv_cache_dtype(name: str) -> Callable[[type[_Handler]], type[_Handl
 
 
 def get_kv_cache_dtype_handler(name: str) -> KVCacheDTypeHandler | None:
-    """The handler of the dtype `name`; None for `auto` (the model's dtype) and for unknown names."""
+    """The handler of the dtype `name`; None for `auto` (the model's dtype) and for names without one."""
     return _registered.get(name) or _BUILT_IN.get(name)
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from vllm import platforms
 from vllm.config.setting import config, setting, state
-from vllm.platforms import Platform
 
 DEVICE_TYPES = ("cuda", "cpu")
 
 
 def detect_device_type() -> str:
     """The kind of device of this process: what the platform says, `cpu` where no device was found."""
-    platform = cast(Platform, platforms.current_platform)
+    platform = platforms.current_platform
     return platform.device_type or "cpu"
 
 

@@ -79,7 +79,7 @@ class ModelConfig:
         default=None, doc="Branch, tag or commit of the tokenizer repository."
     )
     hf_config_path: str | None = setting(default=None, doc="Folder or repository id of another config.json.")
-    hf_token: str | bool | None = setting(default=None, doc="Token for gated repositories.")
+    hf_token: str | bool | None = setting(default=None, doc="Token for gated repositories.", secret=True)
     disable_sliding_window: bool = setting(default=False, doc="Limit the length to the window instead.")
     generation_config: str = setting(
         default="auto", doc="Sampling defaults: auto (the model's), vllm (none), or a folder."

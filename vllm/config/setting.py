@@ -50,7 +50,7 @@ HIDDEN: Final = Flag(hidden=True)
 
 
 @overload
-def setting(*, default: T, doc: str, flag: Flag = PLAIN) -> T: ...
+def setting(*, default: T, doc: str, flag: Flag = PLAIN, secret: bool = False) -> T: ...
 @overload
 def setting(*, default_factory: Callable[[], T], doc: str, flag: Flag = PLAIN) -> T: ...
 def setting(
@@ -59,12 +59,13 @@ def setting(
     default_factory: Callable[[], object] | None = None,
     doc: str,
     flag: Flag = PLAIN,
+    secret: bool = False,
 ) -> object:
-    """Declare a constructor field of a config class."""
+    """Declare a constructor field of a config class. A secret is left out of `repr` and so out of logs."""
     metadata = {_METADATA_KEY: SettingInfo(doc, flag)}
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 @overload

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import lcm
-from typing import Annotated, Any, Protocol, TypeAlias, cast
+from typing import Annotated, Any, Protocol, TypeAlias
 
 from pydantic import Field, SkipValidation
 
@@ -102,7 +102,7 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         self.instance_id = self.instance_id or random_uuid()[:5]
-        platform = cast(Platform, platforms.current_platform)
+        platform = platforms.current_platform
         platform.apply_config_platform_defaults(self)
         offloading.apply_convenience_flags(self.cache_config, self)
         self._resolve_cache(platform)

@@ -24,7 +24,6 @@ from vllm.engine.arg_defaults import default_limits
 from vllm.engine.arg_table import ArgSpec, add_flag, build_table
 from vllm.engine.arg_unsupported import check_unsupported
 from vllm.logger import init_logger
-from vllm.platforms import Platform
 from vllm.usage.usage_lib import UsageContext
 
 logger = init_logger(__name__)
@@ -131,9 +130,7 @@ class EngineArgs:
         self, model: ModelConfig, parallel: ParallelConfig, usage_context: UsageContext | None
     ) -> SchedulerConfig:
         values = self._values_of(SchedulerConfig)
-        limits = default_limits(
-            cast(Platform, platforms.current_platform), usage_context, parallel.world_size
-        )
+        limits = default_limits(platforms.current_platform, usage_context, parallel.world_size)
         chunked = values.get("enable_chunked_prefill", True)
         max_model_len = cast(int, model.max_model_len)
         if "max_num_batched_tokens" not in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,12 +68,32 @@ def config_from_gguf(path: str | Path) -> ConfigRecord:
     for key, name in _TOKEN_IDS.items():
         if key in header.metadata:
             values[name] = header.metadata[key]
+    values.update(_rope_values(header, architecture, values))
     values["vocab_size"] = _vocab_size(header, architecture)
     values["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in header.tensors)
     values["attention_bias"] = any(tensor.name == "blk.0.attn_q.bias" for tensor in header.tensors)
     values["hidden_act"] = "silu"
     values["gguf_file"] = str(path)
     return ConfigRecord(values)
+
+
+def _rope_values(header: GGUFHeader, architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Scaling and partial rotation, by the names of config.json."""
+    found: dict[str, Any] = {}
+    prefix = f"{architecture}.rope"
+    heads = values.get("num_attention_heads")
+    head_dim = values.get("head_dim") or (values["hidden_size"] // heads if heads else None)
+    rotated = header.metadata.get(f"{prefix}.dimension_count")
+    if rotated is not None and head_dim is not None and rotated < head_dim:
+        found["partial_rotary_factor"] = rotated / head_dim
+    kind = header.metadata.get(f"{prefix}.scaling.type")
+    if kind in ("linear", "yarn"):
+        scaling = {"rope_type": kind, "factor": header.metadata.get(f"{prefix}.scaling.factor", 1.0)}
+        original = header.metadata.get(f"{prefix}.scaling.original_context_length")
+        if original is not None:
+            scaling["original_max_position_embeddings"] = original
+        found["rope_scaling"] = scaling
+    return found
 
 
 def _vocab_size(header: GGUFHeader, architecture: str) -> int:

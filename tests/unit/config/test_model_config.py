@@ -1,0 +1,212 @@
+import json
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tests.helpers.gguf_files import llama_metadata, write_gguf
+from tests.helpers.model_folders import write_model_folder
+from vllm.config import ModelConfig, ParallelConfig
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_model_folder(tmp_path / "m")
+
+
+def test_facts_of_a_plain_model(folder):
+    model = ModelConfig(folder)
+    assert (model.max_model_len, model.original_max_model_len, model.served_model_name) == (512, None, folder)
+    assert (model.get_hidden_size(), model.get_head_size(), model.get_vocab_size()) == (64, 16, 256)
+    assert (model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()) == (2, 2)
+    assert (model.architectures, model.tokenizer) == (["LlamaForCausalLM"], folder)
+    answers = (
+        model.is_hybrid,
+        model.is_attention_free,
+        model.use_mla,
+        model.is_encoder_decoder,
+        model.is_multimodal_model,
+    )
+    assert not any(answers)
+    assert model.hf_text_config is model.hf_config
+    assert model.get_sliding_window() is None
+    assert model.registry is not None
+
+
+def test_division_over_ranks(folder):
+    model = ModelConfig(folder)
+    parallel = ParallelConfig(tensor_parallel_size=4)
+    assert (model.get_num_kv_heads(parallel), model.get_num_attention_heads(parallel)) == (1, 1)
+    staged = ParallelConfig(pipeline_parallel_size=2)
+    assert model.get_num_layers(staged) == 1
+    staged.rank = 1
+    assert model.get_num_layers(staged) == 1
+
+
+def test_dtype_is_a_torch_dtype_when_read(folder, tmp_path):
+    assert ModelConfig(folder).dtype is torch.float32
+    assert ModelConfig(folder, dtype="half").dtype is torch.float16
+    assert ModelConfig(folder, dtype=torch.bfloat16).dtype is torch.bfloat16
+    assert ModelConfig(write_model_folder(tmp_path / "b", torch_dtype="bfloat16")).dtype is torch.bfloat16
+    model = ModelConfig(folder)
+    model.dtype = "bfloat16"
+    assert model.dtype is torch.bfloat16
+    assert ModelConfig.dtype == "auto"
+    for bad in ("int8", torch.int8):
+        with pytest.raises(ValidationError, match="dtype"):
+            ModelConfig(folder, dtype=bad)
+
+
+def test_length_is_limited_by_the_checkpoint(folder, monkeypatch):
+    assert ModelConfig(folder, max_model_len=100).max_model_len == 100
+    with pytest.raises(ValidationError, match=r"max_model_len=513.*512"):
+        ModelConfig(folder, max_model_len=513)
+    with pytest.raises(ValidationError, match="max_model_len=0"):
+        ModelConfig(folder, max_model_len=0)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert ModelConfig(folder, max_model_len=513).max_model_len == 513
+
+
+def test_minus_one_means_what_fits(folder):
+    model = ModelConfig(folder, max_model_len=-1)
+    assert (model.max_model_len, model.original_max_model_len) == (512, -1)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"type": "linear", "factor": 2.0}, 1024),
+        ({"rope_type": "llama3", "factor": 8.0}, 512),
+        ({"rope_theta": 10000.0}, 512),
+    ],
+)
+def test_rope_scaling_lengthens_what_it_does_not_already_state(tmp_path, scaling, expected):
+    assert ModelConfig(write_model_folder(tmp_path, rope_scaling=scaling)).max_model_len == expected
+
+
+def test_a_model_that_states_no_length(tmp_path):
+    assert ModelConfig(write_model_folder(tmp_path, max_position_embeddings=None)).max_model_len == 2048
+
+
+def test_sliding_window(tmp_path):
+    folder = write_model_folder(tmp_path / "w", sliding_window=64)
+    assert ModelConfig(folder).get_sliding_window() == 64
+    limited = ModelConfig(folder, disable_sliding_window=True)
+    assert (limited.get_sliding_window(), limited.max_model_len) == (None, 64)
+    unused = write_model_folder(tmp_path / "u", sliding_window=64, use_sliding_window=False)
+    assert ModelConfig(unused).get_sliding_window() is None
+
+
+def test_latent_cache(tmp_path):
+    model = ModelConfig(write_model_folder(tmp_path, kv_lora_rank=32, qk_rope_head_dim=8))
+    assert (model.use_mla, model.get_total_num_kv_heads(), model.get_head_size()) == (True, 1, 40)
+
+
+def test_explicit_head_size_and_other_spellings(tmp_path):
+    model = ModelConfig(write_model_folder(tmp_path / "a", head_dim=32))
+    assert model.get_head_size() == 32
+    gpt = write_model_folder(
+        tmp_path / "b", hidden_size=None, num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None,
+        n_embd=48, n_layer=3, n_head=4, model_type="gpt2",
+    )  # fmt: skip
+    model = ModelConfig(gpt)
+    assert (model.get_hidden_size(), model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()) == (
+        48,
+        3,
+        4,
+    )
+    assert model.get_head_size() == 12
+    shared = ModelConfig(write_model_folder(tmp_path / "c", multi_query=True))
+    assert shared.get_total_num_kv_heads() == 1
+
+
+def test_missing_size_is_reported_with_its_names(tmp_path):
+    model = ModelConfig(write_model_folder(tmp_path, hidden_size=None))
+    with pytest.raises(ValueError, match="lacks hidden_size / n_embd / d_model"):
+        model.get_hidden_size()
+
+
+@pytest.mark.parametrize(
+    ("extra", "hybrid", "free"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, True, False),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, False, False),
+        ({"layers_block_type": ["mamba", "attention"]}, True, False),
+        ({"hybrid_override_pattern": "M*-M"}, True, False),
+        ({"linear_attn_config": {"num_heads": 2}}, True, False),
+        ({"model_type": "jamba"}, True, False),
+        ({"model_type": "mamba2"}, False, True),
+        ({"layer_types": ["mamba", "mamba"]}, False, True),
+    ],
+)
+def test_recurrent_layers(tmp_path, extra, hybrid, free):
+    model = ModelConfig(write_model_folder(tmp_path, **extra))
+    assert (model.is_hybrid, model.is_attention_free) == (hybrid, free)
+
+
+def test_layer_kinds(tmp_path):
+    model = ModelConfig(write_model_folder(tmp_path, hybrid_override_pattern="M*-"))
+    assert model.get_layer_kinds() == ["mamba", "full_attention", "mlp"]
+
+
+def test_composite_checkpoint_uses_its_language_part(tmp_path):
+    text = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 9,
+        "max_position_embeddings": 33,
+    }
+    folder = write_model_folder(
+        tmp_path, text_config=text, vision_config={"depth": 1}, torch_dtype=None, dtype="bfloat16"
+    )
+    model = ModelConfig(folder)
+    assert (model.get_vocab_size(), model.max_model_len, model.is_multimodal_model) == (9, 33, True)
+    assert model.multimodal_config.get_limit_per_prompt("image") == 0
+    assert model.dtype is torch.bfloat16
+
+
+def test_overrides_replace_values_of_the_checkpoint(folder):
+    assert (
+        ModelConfig(folder, hf_overrides={"vocab_size": 7, "rope_scaling": {"factor": 2}}).get_vocab_size()
+        == 7
+    )
+
+    def change(record):
+        record.vocab_size = 11
+        return record
+
+    assert ModelConfig(folder, hf_overrides=change).get_vocab_size() == 11
+    assert ModelConfig(folder, hf_overrides=lambda record: None).get_vocab_size() == 256
+    with pytest.raises(ValidationError, match="hf_overrides"):
+        ModelConfig(folder, hf_overrides=3)
+
+
+def test_sampling_defaults(folder):
+    with open(f"{folder}/generation_config.json", "w") as file:
+        json.dump({"temperature": 0.6, "max_new_tokens": 9, "eos_token_id": [1], "do_sample": True}, file)
+    model = ModelConfig(folder, override_generation_config={"top_k": 5, "temperature": 0.1})
+    assert model.get_diff_sampling_param() == {"temperature": 0.1, "top_k": 5, "max_tokens": 9}
+    assert ModelConfig(folder, generation_config="vllm").get_diff_sampling_param() == {}
+    assert ModelConfig(folder, generation_config=folder).try_get_generation_config()["eos_token_id"] == [1]
+
+
+def test_served_names(folder):
+    assert ModelConfig(folder, served_model_name=["a", "b"]).served_model_name == ["a", "b"]
+    assert ModelConfig(folder, served_model_name=[]).served_model_name == folder
+
+
+def test_gguf_file_as_model(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", llama_metadata(), {"token_embd.weight": (3, 32)})
+    model = ModelConfig(str(path))
+    assert (model.get_vocab_size(), model.max_model_len, model.dtype) == (3, 128, torch.float32)
+
+
+def test_unknown_model_is_refused_naming_it():
+    with pytest.raises(ValidationError, match="no/such"):
+        ModelConfig("no/such")
+
+
+def test_token_is_not_shown(folder):
+    assert "secret" not in repr(ModelConfig(folder, hf_token="secret"))
