@@ -11,7 +11,7 @@ from vllm.platforms.resolve import resolve_current_platform
 __all__ = ["CpuArchEnum", "Platform", "PlatformEnum", "UnspecifiedPlatform", "current_platform"]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Platform:
     if name == "current_platform":
         return resolve_current_platform()
     raise AttributeError(f"module 'vllm.platforms' has no attribute {name!r}")

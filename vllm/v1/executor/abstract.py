@@ -22,6 +22,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 # What a worker method takes and returns is that method's business, hence `Any` in the broadcast calls.
 FailureCallback = Callable[[], None]
+StepResult = ModelRunnerOutput | Future[ModelRunnerOutput | None] | None
 
 _BUILT_IN = {
     "uni": "vllm.v1.executor.uniproc_executor:UniProcExecutor",
@@ -108,15 +109,17 @@ class Executor(ABC):
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
-    ) -> ModelRunnerOutput | Future[ModelRunnerOutput | None] | None:
+    ) -> StepResult:
         """Run the forward pass of one step. None: call `sample_tokens` next."""
-        return self._step("execute_model", scheduler_output, non_block)
+        result: StepResult = self._step("execute_model", scheduler_output, non_block)
+        return result
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None, non_block: bool = False
-    ) -> ModelRunnerOutput | Future[ModelRunnerOutput | None] | None:
+    ) -> StepResult:
         """Complete the step whose `execute_model` answered None."""
-        return self._step("sample_tokens", grammar_output, non_block)
+        result: StepResult = self._step("sample_tokens", grammar_output, non_block)
+        return result
 
     def _step(self, method: str, argument: Any, non_block: bool) -> Any:
         if not non_block:

@@ -85,10 +85,12 @@ class CPUWorker(WorkerBase):
         self.model_runner.dummy_run(1)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        return self.model_runner.execute_model(scheduler_output)
+        output: ModelRunnerOutput | None = self.model_runner.execute_model(scheduler_output)
+        return output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | None:
-        return self.model_runner.sample_tokens(grammar_output)
+        output: ModelRunnerOutput | None = self.model_runner.sample_tokens(grammar_output)
+        return output
 
     def execute_dummy_batch(self) -> None:
         self.model_runner.dummy_run(1)

@@ -108,6 +108,7 @@ class ModelRunner:
         model_config = self.vllm_config.model_config
         assert model_config is not None
         max_model_len = model_config.max_model_len
+        assert max_model_len is not None
         groups = kv_cache_config.kv_cache_groups
         widths = [g.kv_cache_spec.max_num_blocks_per_req(self.vllm_config, max_model_len) for g in groups]
         replay_tokens = max((group.kv_cache_spec.prefix_replay_tokens for group in groups), default=0)

@@ -152,6 +152,7 @@ class WorkerBase(ABC):
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """The engine lowered the limit to what fits memory."""
+        assert self.vllm_config.model_config is not None
         self.vllm_config.model_config.max_model_len = max_model_len
 
     def profile(self, is_start: bool = True) -> None:

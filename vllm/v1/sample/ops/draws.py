@@ -9,28 +9,34 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+UInt64Array = npt.NDArray[np.uint64]
+Float64Array = npt.NDArray[np.float64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: UInt64Array) -> UInt64Array:
     """The finaliser of splitmix64: a bijection of 64-bit words in which each bit depends on all bits."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
+    mixed: UInt64Array = x ^ (x >> np.uint64(31))
+    return mixed
 
 
-def row_draws(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def row_draws(seeds: UInt64Array, positions: UInt64Array) -> Float64Array:
     """float64 `[rows]` in [0, 1) for uint64 seeds and positions; equal arguments give equal numbers."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         # Mixing the seed first keeps neighbouring seeds (a request's n choices) on unrelated sequences.
-        start = _mix(seeds.astype(np.uint64) + _GOLDEN)
-        words = _mix(start + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1)))
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        start = _mix(seeds + _GOLDEN)
+        words = _mix(start + _GOLDEN * (positions + np.uint64(1)))
+    draws: Float64Array = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return draws
 
 
 def seed_of_request(request_id: str, engine_seed: int) -> int:
