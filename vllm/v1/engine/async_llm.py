@@ -1,105 +1,343 @@
-"""AsyncLLM: the asyncio front end of one engine core.  Layer L7.
+"""AsyncLLM: the asyncio front end of one engine.  Layer L7.
 
-Owns the client of the core, the input and output processors and the output loop. Knows nothing of
-HTTP; one request is one async generator, and closing that generator aborts the request.
+Owns the client of the core, the front end's processors and the task that hands outputs to their readers. Must not know
+HTTP. One request is one async generator; closing that generator, or cancelling its task, aborts the request. May be built
+before an event loop runs; everything asynchronous then happens in one loop.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.transformers_utils.tokenizer import tokenizer_from_config
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.clock import MonotonicClock
+from vllm.v1.engine.async_control import AsyncControl
+from vllm.v1.engine.async_core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.intake import RequestIntake
+from vllm.v1.engine.output_collector import RequestOutputCollector
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.messages import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.metrics.loggers import StatLoggerFactory, StatLoggerManager
+from vllm.v1.metrics.stats import IterationStats
 
-class AsyncLLM:
-    """Asyncio engine. Built by `from_engine_args` or `from_vllm_config`, inside a running loop or before it."""
+logger = init_logger(__name__)
 
-    vllm_config: Any
-    model_config: Any
-    tokenizer: Any
-    log_stats: bool
+# Texts longer than this, and constraints that have to be compiled, are prepared in a thread: the loop must not stall.
+INLINE_TEXT_MAX = 2048
+# Outputs processed before other tasks get a turn.
+OUTPUT_CHUNK = 128
+
+
+class AsyncLLM(AsyncControl):
+    """Asyncio engine; see the module. Control calls (pause, sleep, resets …) come from `AsyncControl`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor] | None,
+        log_stats: bool,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        log_requests: bool = False,
+        stat_loggers: list[StatLoggerFactory] | None = None,
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.log_stats = log_stats
+        self.log_requests = log_requests
+        self.tokenizer: Any = None
+        self._clock = MonotonicClock()
+        self._handler: asyncio.Task[None] | None = None
+        self._stats_task: asyncio.Task[None] | None = None
+        self._closed = False
+        # The tokenizer is opened while the core starts.
+        self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats, self._open_front_end)
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self.logger_manager: StatLoggerManager | None = None
+        if log_stats:
+            engines = list(range(self.engine_core.num_cores))
+            self.logger_manager = StatLoggerManager(vllm_config, engines, stat_loggers)
+            self.logger_manager.log_engine_initialized()
+
+    def _open_front_end(self) -> None:
+        self.tokenizer = tokenizer_from_config(self.vllm_config.model_config)
+        self.intake = RequestIntake(self.vllm_config, self.tokenizer, self.log_stats)
+        self.input_processor = self.intake.input_processor
+        self.output_processor = self.intake.output_processor
 
     @classmethod
     def from_vllm_config(
         cls,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
         start_engine_loop: bool = True,
-        usage_context: Any = None,
-        stat_loggers: Any = None,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: list[StatLoggerFactory] | None = None,
         enable_log_requests: bool = False,
         aggregate_engine_logging: bool = False,
         disable_log_stats: bool = False,
         client_addresses: dict[str, str] | None = None,
         client_count: int = 1,
         client_index: int = 0,
-    ) -> "AsyncLLM": ...
+    ) -> AsyncLLM:
+        """An engine for a finished configuration. Several clients of one core are not offered: ValueError."""
+        if client_count != 1 or client_addresses is not None:
+            raise ValueError(f"client_count={client_count}: an engine core has exactly one front end here")
+        return cls(vllm_config, None, not disable_log_stats, usage_context, enable_log_requests, stat_loggers)
 
     @classmethod
     def from_engine_args(
         cls,
-        engine_args: Any,
+        engine_args: AsyncEngineArgs,
         start_engine_loop: bool = True,
-        usage_context: Any = None,
-        stat_loggers: Any = None,
-    ) -> "AsyncLLM": ...
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: list[StatLoggerFactory] | None = None,
+    ) -> AsyncLLM:
+        """An engine from flags."""
+        return cls.from_vllm_config(
+            engine_args.create_engine_config(usage_context),
+            start_engine_loop,
+            usage_context,
+            stat_loggers,
+            engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
+        )
 
-    # prompt: str | list[int] | TextPrompt | TokensPrompt | EngineCoreRequest. Raises VLLMValidationError
-    # (naming the parameter and values) before anything reaches the core, EngineDeadError when the core is gone.
-    # Yields RequestOutput by sampling_params.output_kind; the last one has finished=True.
-    def generate(
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def generate(
         self,
         prompt: Any,
-        sampling_params: Any,
+        sampling_params: SamplingParams,
         request_id: str,
         *,
         prompt_text: str | None = None,
-        lora_request: Any = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         cache_salt: str | None = None,
         reasoning_ended: bool | None = None,
-    ) -> AsyncGenerator[Any, None]: ...
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request, by `sampling_params.output_kind`; the last one is `finished`.
 
-    async def abort(self, request_id: str | list[str], internal: bool = False) -> None: ...
-    async def get_tokenizer(self) -> Any: ...
-    async def get_supported_tasks(self) -> tuple[str, ...]: ...
-    async def check_health(self) -> None: ...  # raises EngineDeadError
-    async def do_log_stats(self) -> None: ...
-    async def is_tracing_enabled(self) -> bool: ...
-    async def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool: ...
-    # PrefixCacheResetResult(success, reason, held_blocks): what reset_prefix_cache did and why not.
-    async def reset_prefix_cache_detailed(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> Any: ...
-    async def reset_mm_cache(self) -> None: ...
-    async def reset_encoder_cache(self) -> None: ...
-    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def is_paused(self) -> bool: ...
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None: ...
-    async def wake_up(self, tags: list[str] | None = None) -> None: ...
-    async def is_sleeping(self) -> bool: ...
-    async def release_kv_cache_memory(self) -> None: ...
-    async def collective_rpc(
+        `prompt`: text, token ids, a prompt mapping or an `EngineCoreRequest`. Raises VLLMValidationError naming field and
+        values before the core hears of the request, QueueOverflowError or MaxQueuedTokensError if too much waits,
+        GenerationError if this request failed, EngineDeadError if the engine did.
+        """
+        collector: RequestOutputCollector | None = None
+        finished = False
+        try:
+            collector = await self.add_request(
+                request_id,
+                prompt,
+                sampling_params,
+                prompt_text=prompt_text,
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+                trace_headers=trace_headers,
+                priority=priority,
+                data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
+                cache_salt=cache_salt,
+                reasoning_ended=reasoning_ended,
+            )
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                assert isinstance(output, RequestOutput)
+                yield output
+        finally:
+            if collector is not None:
+                collector.close()
+                if not finished:
+                    self._abort_now([collector.request_id], internal=True)
+
+    async def add_request(
         self,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]: ...
-    async def start_profile(self) -> None: ...
-    async def stop_profile(self) -> None: ...
-    # {"<dp rank>": KVEventsConfig fields}; {} when no engine publishes.
-    async def get_kv_event_sources(self) -> dict[str, Any]: ...
-    def shutdown(self, timeout: float | None = None) -> None: ...
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        prompt_text: str | None = None,
+        **options: Any,
+    ) -> RequestOutputCollector:
+        """Check and queue a request; returns where its outputs arrive. Options as in `generate`."""
+        self._check_alive()
+        self._start()
+        if _is_quick(prompt, params):
+            text, request = self.intake.prepare(request_id, prompt, params, **options)
+        else:
+            text, request = await asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: self.intake.prepare(request_id, prompt, params, **options)
+            )
+        kind = (
+            request.sampling_params.output_kind if request.sampling_params else RequestOutputKind.FINAL_ONLY
+        )
+        collector = RequestOutputCollector(kind, request.request_id)
+        messages = self.intake.follow(prompt_text or text, request, collector)
+        try:
+            await self._send(messages)
+        except BaseException:
+            self._abort_now([request.request_id], internal=True)
+            raise
+        if self.log_requests:
+            logger.info(
+                "Added request %s (%d prompt tokens).", request_id, len(request.prompt_token_ids or ())
+            )
+        return collector
+
+    async def _send(self, messages: Iterable[EngineCoreRequest]) -> None:
+        for message in messages:
+            await self.engine_core.add_request_async(message)
+
+    async def encode(
+        self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Pooling is not offered by generative models: VLLMNotImplementedError."""
+        yield self.intake.prepare(request_id, prompt, pooling_params, **options)
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End requests by the callers' ids (or by internal ones). Their readers get a last output, reason "abort"."""
+        self._abort_now([request_id] if isinstance(request_id, str) else list(request_id), internal)
+
+    def _abort_now(self, request_ids: list[str], internal: bool) -> None:
+        ids = self.output_processor.abort_requests(request_ids, internal)
+        if ids and not self.errored and not self._closed:
+            self.engine_core.abort_requests_now(ids)
+
+    # -- outputs -------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start the tasks, in the loop that is running now."""
+        if self._handler is not None:
+            return
+        loop = asyncio.get_running_loop()
+        self._handler = loop.create_task(self._handle_outputs(), name="engine-outputs")
+        if self.logger_manager is not None:
+            self._stats_task = loop.create_task(self._log_stats_for_ever(), name="engine-stats")
+
+    async def _handle_outputs(self) -> None:
+        """Hand the core's outputs to their readers until the core is gone; then all readers get the error."""
+        try:
+            while True:
+                await self._handle(await self.engine_core.get_output_async())
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if not isinstance(error, EngineDeadError):
+                logger.exception("Outputs of the engine core can no longer be handled.")
+            self.output_processor.propagate_error(error)
+
+    async def _handle(self, outputs: EngineCoreOutputs) -> None:
+        stats = IterationStats(self._clock.time()) if self.log_stats and outputs.outputs else None
+        for start in range(0, len(outputs.outputs), OUTPUT_CHUNK):
+            if start:
+                await asyncio.sleep(0)
+            processed = self.output_processor.process_outputs(
+                outputs.outputs[start : start + OUTPUT_CHUNK],
+                outputs.timestamp,
+                stats,
+                outputs.weight_version,
+            )
+            if processed.reqs_to_abort:
+                self.engine_core.abort_requests_now(processed.reqs_to_abort)
+        self.output_processor.update_scheduler_stats(outputs.scheduler_stats)
+        if self.logger_manager is not None:
+            rejections = self.intake.admission.rejections
+            self.logger_manager.record(outputs.scheduler_stats, stats, outputs.engine_index, rejections)
+
+    async def _log_stats_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(envs.VLLM_LOG_STATS_INTERVAL)
+            await self.do_log_stats()
+
+    async def do_log_stats(self) -> None:
+        """Log the statistics line now (it is logged every VLLM_LOG_STATS_INTERVAL seconds anyway)."""
+        if self.logger_manager is not None:
+            self.logger_manager.log()
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    async def get_tokenizer(self) -> Any:
+        """The tokenizer. Raises VLLMValidationError with `skip_tokenizer_init`."""
+        if self.tokenizer is None:
+            raise VLLMValidationError("there is no tokenizer: skip_tokenizer_init is set")
+        return self.tokenizer
+
+    async def get_vllm_config(self) -> VllmConfig:
+        return self.vllm_config
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def get_kv_event_sources(self) -> dict[str, dict[str, Any]]:
+        """Data-parallel rank (as text) → resolved KVEventsConfig; empty if no core publishes events."""
+        return {
+            str(index): ready.kv_events_config
+            for index, ready in enumerate(self.engine_core.readies)
+            if ready.kv_events_config is not None
+        }
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError if the engine is gone."""
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineDeadError("The engine was shut down.")
+        if self.errored:
+            raise self.dead_error
 
     @property
-    def is_running(self) -> bool: ...
+    def is_running(self) -> bool:
+        return not self._closed and not self.errored
+
     @property
-    def is_stopped(self) -> bool: ...
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
     @property
-    def errored(self) -> bool: ...
+    def errored(self) -> bool:
+        """True once the core is gone for good."""
+        handler_failed = self._handler is not None and self._handler.done() and not self._closed
+        return self.engine_core.dead_error is not None or handler_failed
+
     @property
-    def dead_error(self) -> BaseException: ...
+    def dead_error(self) -> Exception:
+        return self.engine_core.dead_error or EngineDeadError()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the core and the tasks; readers that still wait get an EngineDeadError. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in (self._handler, self._stats_task):
+            if task is not None and not task.get_loop().is_closed():
+                task.cancel()
+        self.output_processor.propagate_error(EngineDeadError("The engine was shut down."))
+        self.engine_core.shutdown(timeout)
+        self._threads.shutdown(wait=False)
+        if self.logger_manager is not None:
+            self.logger_manager.close()
+
+
+def _is_quick(prompt: Any, params: SamplingParams | PoolingParams) -> bool:
+    """Whether a request can be prepared without holding the loop up."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
+    if isinstance(text, str) and len(text) > INLINE_TEXT_MAX:
+        return False
+    return not (isinstance(params, SamplingParams) and params.structured_outputs is not None)

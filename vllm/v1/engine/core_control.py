@@ -47,7 +47,6 @@ class CoreControl:
         self._finish_steps = finish_steps
         self._draining: tuple[Future[None], bool] | None = None
         self._sleep_level = 0
-        self.last_reset: dict[str, Any] = {}
 
     # -- pause ---------------------------------------------------------------------------------------------------
 
@@ -97,10 +96,9 @@ class CoreControl:
 
     def clear_caches(self) -> None:
         """Empty prefix cache, connector, multimodal and encoder caches. RuntimeError naming what stayed."""
-        if not self.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-            raise RuntimeError(
-                f"The caches could not be emptied: {self.last_reset.get('reason') or 'blocks are in use'}"
-            )
+        result = self.reset_prefix_cache_detailed(reset_running_requests=True, reset_connector=True)
+        if not result["success"]:
+            raise RuntimeError(f"The caches could not be emptied: {result['reason'] or 'blocks are in use'}")
         self.reset_mm_cache()
         self.reset_encoder_cache()
 
@@ -118,25 +116,22 @@ class CoreControl:
     # -- caches --------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """True if nothing that was cached can be found any more and no block is held. `last_reset` says what is not."""
+        """True if nothing that was cached can be found any more and no block is held."""
+        return bool(self.reset_prefix_cache_detailed(reset_running_requests, reset_connector)["success"])
+
+    def reset_prefix_cache_detailed(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> dict[str, Any]:
+        """Like `reset_prefix_cache`, with the reason if it is not a success: `{success, reason, …}`. Never raises."""
         if reset_running_requests:
             self._finish_steps()
         try:
             success = self._scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
-        except RuntimeError as error:
-            self.last_reset = {"success": False, "reason": str(error)}
-            return False
-        self.last_reset = {"success": success, **self._report(success)}
-        return success
-
-    def _report(self, success: bool) -> dict[str, Any]:
-        usage = self._scheduler.get_kv_cache_usage()
-        running, waiting = self._scheduler.get_request_counts()
-        if success:
-            return {"reason": None}
-        return {
-            "reason": f"blocks are still in use ({usage:.1%} of the KV cache; {running} running, {waiting} waiting requests)",
-        }
+        except RuntimeError as error:  # blocks that even preemption cannot free
+            return {"success": False, "reason": str(error)}
+        finally:
+            self._scheduler.flush_events()
+        return {"success": success, "reason": None, **(self._scheduler.reset_prefix_cache_report or {})}
 
     def reset_mm_cache(self) -> None:
         """Forget multimodal inputs."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.logprobs import Logprob, create_prompt_logprobs, create_sample_logprobs
 from vllm.v1.engine.detokenizer import REPLACEMENT
 from vllm.v1.messages import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
@@ -103,8 +103,8 @@ class LogprobsProcessor:
         wanted, wanted_prompt = params.num_logprobs, params.prompt_logprobs
         return cls(
             tokenizer if wanted is not None or wanted_prompt is not None else None,
-            None if wanted is None else _empty(params.flat_logprobs),
-            None if wanted_prompt is None else _first_prompt_position(params.flat_logprobs),
+            None if wanted is None else create_sample_logprobs(params.flat_logprobs),
+            None if wanted_prompt is None else create_prompt_logprobs(params.flat_logprobs),
             None if wanted is None else 0.0,
             wanted,
             wanted_prompt,
@@ -178,13 +178,3 @@ class LogprobsProcessor:
 def _plain(values: Any) -> Any:
     """Nested lists of an array or tensor."""
     return values if isinstance(values, list) else values.tolist()
-
-
-def _empty(flat: bool) -> Any:
-    return FlatLogprobs() if flat else []
-
-
-def _first_prompt_position(flat: bool) -> Any:
-    logprobs = _empty(flat)
-    logprobs.append(None)
-    return logprobs

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-Output = RequestOutput | PoolingRequestOutput
+Output = RequestOutput | PoolingRequestOutput[Any]
 
 
 class RequestOutputCollector:

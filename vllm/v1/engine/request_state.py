@@ -123,7 +123,7 @@ class RequestState:
             outputs, finished = self.parent_req.get_outputs(self.request_id, outputs[0])
         return self._request_output(outputs, finished) if outputs else None
 
-    def make_pooling_output(self, data: Any, error: Any = None) -> PoolingRequestOutput:
+    def make_pooling_output(self, data: Any, error: Any = None) -> PoolingRequestOutput[PoolingOutput]:
         """The one output of a pooling request."""
         return PoolingRequestOutput(
             request_id=self.external_req_id,

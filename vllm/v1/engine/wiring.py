@@ -14,13 +14,15 @@ from vllm.logger import init_logger
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.block_hash import init_none_hash
+from vllm.v1.core.block_hasher import get_request_block_hasher
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
-from vllm.v1.core.kv_cache_utils import (
+from vllm.v1.core.kv_cache_sizes import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_capacity,
-    get_request_block_hasher,
     resolve_cache_hit_alignment_tokens,
+    resolve_effective_attention_block_size,
     resolve_kv_cache_block_sizes,
+    smallest_cacheable_block_size,
 )
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.executor.abstract import Executor
@@ -92,10 +94,12 @@ def _build_kv_cache(vllm_config: VllmConfig, executor: Executor) -> KVCacheConfi
     vllm_config.adjust_dcp_kv_cache_interleave_size(groups)
     executor.set_kv_cache_layout(layout.name, vllm_config.parallel_config.cp_kv_cache_interleave_size)
     memory = executor.determine_available_memory() if any(specs) else [0] * len(specs)
-    length_before = vllm_config.model_config.max_model_len
+    model_config = vllm_config.model_config
+    assert model_config is not None
+    length_before = model_config.max_model_len
     configs = get_kv_cache_configs(vllm_config, specs, memory, groups)
-    if vllm_config.model_config.max_model_len != length_before:
-        executor.collective_rpc("update_max_model_len", args=(vllm_config.model_config.max_model_len,))
+    if model_config.max_model_len != length_before:
+        executor.collective_rpc("update_max_model_len", args=(model_config.max_model_len,))
     kv_cache_config = generate_scheduler_kv_cache_config(configs)
     _note_sizes(vllm_config, kv_cache_config)
     executor.initialize_from_config(configs)
@@ -124,6 +128,12 @@ def _note_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
     cache_config = vllm_config.cache_config
     cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     cache_config.num_cpu_blocks = 0
+    block_size = smallest_cacheable_block_size(kv_cache_config)
+    if block_size is not None:
+        cache_config.block_size = block_size
+    cache_config.effective_attention_block_size = resolve_effective_attention_block_size(
+        kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size
+    )
     scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     cache_config.hash_block_size = hash_block_size
     cache_config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
@@ -138,7 +148,7 @@ def _note_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
         len(kv_cache_config.kv_cache_groups),
         tokens,
         concurrency,
-        vllm_config.model_config.max_model_len,
+        vllm_config.model_config.max_model_len if vllm_config.model_config is not None else 0,
     )
 
 

@@ -225,6 +225,7 @@ class RequestStateStats:
     last_token_ts: float = 0.0
     first_token_latency: float = 0.0
     is_corrupted: bool = False
+    num_preemptions: int = 0
 
 
 @dataclass
@@ -243,6 +244,7 @@ class FinishedRequestStats:
     mean_time_per_output_token: float = 0.0
     is_corrupted: bool = False
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
 
 
 class IterationStats:
@@ -254,6 +256,7 @@ class IterationStats:
         self.num_generation_tokens = 0
         self.num_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
+        self.num_external_cached_prompt_tokens = 0  # the part of them that a connector loaded
         self.num_preempted_reqs = 0
         self.num_corrupted_reqs = 0
         self.finished_requests: list[FinishedRequestStats] = []
@@ -275,6 +278,7 @@ class IterationStats:
         if prefill_stats is not None:
             self.num_prompt_tokens += prefill_stats.num_prompt_tokens
             self.num_cached_prompt_tokens += prefill_stats.num_cached_tokens
+            self.num_external_cached_prompt_tokens += prefill_stats.num_external_cached_tokens
         if num_nans_in_logits > 0 and not state.is_corrupted:
             state.is_corrupted = True
             self.num_corrupted_reqs += 1
@@ -300,6 +304,7 @@ class IterationStats:
                     state.scheduled_ts = event.timestamp
             elif event.type == EngineCoreEventType.PREEMPTED:
                 self.num_preempted_reqs += 1
+                state.num_preemptions += 1
 
     def observe_finish(
         self,
@@ -326,5 +331,6 @@ class IterationStats:
                 mean_time_per_output_token=decode_time / decode_tokens if decode_tokens > 0 else 0.0,
                 is_corrupted=state.is_corrupted,
                 num_cached_tokens=num_cached_tokens,
+                num_preemptions=state.num_preemptions,
             )
         )

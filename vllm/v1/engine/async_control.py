@@ -1,0 +1,109 @@
+"""Control calls of the asyncio engine: each is one utility call of the core.  Layer L7.
+
+Owns their names and defaults. Must not know requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_core_client import AsyncMPClient
+
+
+class AsyncControl:
+    """Mixed into `AsyncLLM`. A failure in the core is a RuntimeError with the core's message."""
+
+    engine_core: AsyncMPClient
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return tuple(await self.engine_core.call_utility_async("get_supported_tasks"))
+
+    async def get_kv_cache_group_metadata(self) -> list[dict[str, Any]]:
+        """Every KV cache group: `{group_idx, kind, block_size, sliding_window}`."""
+        return list(await self.engine_core.call_utility_async("get_kv_cache_group_metadata"))
+
+    # -- caches --------------------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """True if nothing cached can be found any more and no block is held."""
+        return bool(
+            await self.engine_core.call_utility_async(
+                "reset_prefix_cache", reset_running_requests, reset_connector
+            )
+        )
+
+    async def reset_prefix_cache_detailed(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> dict[str, Any]:
+        """The same with the reason: `{"success": bool, "reason": str | None, …}`."""
+        return dict(
+            await self.engine_core.call_utility_async(
+                "reset_prefix_cache_detailed", reset_running_requests, reset_connector
+            )
+        )
+
+    async def reset_mm_cache(self) -> None:
+        await self.engine_core.call_utility_async("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        await self.engine_core.call_utility_async("reset_encoder_cache")
+
+    # -- pause and sleep -----------------------------------------------------------------------------------------
+
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop scheduling: "abort" ends all requests, "wait" lets them end first, "keep" freezes them."""
+        await self.engine_core.call_utility_async("pause_scheduler", mode, clear_cache)
+
+    async def resume_generation(self) -> None:
+        await self.engine_core.call_utility_async("resume_scheduler")
+
+    async def is_paused(self) -> bool:
+        return bool(await self.engine_core.call_utility_async("is_scheduler_paused"))
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause and give memory back: 0 nothing, 1 the KV cache, 2 the weights too."""
+        await self.engine_core.call_utility_async("sleep", level, mode)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        await self.engine_core.call_utility_async("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        return bool(await self.engine_core.call_utility_async("is_sleeping"))
+
+    async def release_kv_cache_memory(self) -> None:
+        await self.engine_core.call_utility_async("release_kv_cache_memory")
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a worker method on every worker."""
+        return list(
+            await self.engine_core.call_utility_async("collective_rpc", method, timeout, args, kwargs)
+        )
+
+    async def start_profile(self) -> None:
+        await self.engine_core.call_utility_async("profile", True)
+
+    async def stop_profile(self) -> None:
+        await self.engine_core.call_utility_async("profile", False)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        return bool(await self.engine_core.call_utility_async("add_lora", lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return bool(await self.engine_core.call_utility_async("remove_lora", lora_id))
+
+    async def list_loras(self) -> set[int]:
+        return set(await self.engine_core.call_utility_async("list_loras"))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        return bool(await self.engine_core.call_utility_async("pin_lora", lora_id))

@@ -1,0 +1,257 @@
+"""Starting engine core processes and waiting until they are ready.  Layer L7.
+
+Owns the child processes, the private folder of their sockets and the front end's side of the handshake. Must not know
+requests. Nothing outlives `CoreProcesses.close`: not a process, not a socket file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.engine.core_main import CoreStart, run_core
+from vllm.v1.executor.abstract import Executor
+
+logger = init_logger(__name__)
+
+POLL_MS = 100
+# A start that takes longer than the first says what it is doing, then again after each further interval.
+REPORT_FIRST_S = 2.0
+REPORT_EVERY_S = 5.0
+STOP_GRACE_S = 5.0
+
+
+class CoreProcess(Protocol):
+    """A child process."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int | None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class ForkedCore:
+    """A child made by fork: it starts with everything the parent has imported and registered."""
+
+    def __init__(self, start: CoreStart) -> None:
+        read_end, self._alive = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.close(self._alive)
+                signal.set_wakeup_fd(-1)
+                status = run_core(start, read_end)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        os.close(read_end)
+        # Readable once the child has ended; stays open for the life of this object.
+        self._pidfd = os.pidfd_open(self.pid)
+        self._status: int | None = None
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The exit status; None if the child still runs after `timeout` seconds."""
+        if self._status is None and select.select([self._pidfd], [], [], timeout)[0]:
+            with self._lock:
+                if self._status is None:
+                    self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                    os.close(self._alive)
+        return self._status
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.wait(0) is None:
+            os.kill(self.pid, number)
+
+
+class SpawnedCore:
+    """A child with an interpreter of its own; safe whatever threads the parent has."""
+
+    def __init__(self, start: CoreStart) -> None:
+        payload = pickle.dumps(start, protocol=pickle.HIGHEST_PROTOCOL)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        command = [sys.executable, "-m", "vllm.v1.engine.core_main"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(payload).to_bytes(8, "little") + payload)
+        self._process.stdin.flush()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        try:
+            status = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return status
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+@dataclass
+class CoreProcesses:
+    """Running cores. `resolved`: what they decided about the configuration."""
+
+    processes: list[CoreProcess]
+    input_address: str
+    output_address: str
+    folder: Path
+    resolved: dict[str, Any] = field(default_factory=dict)
+    _closing: bool = False
+
+    @property
+    def identities(self) -> list[bytes]:
+        """Socket identity of each core."""
+        return [index.to_bytes(2, "little") for index in range(len(self.processes))]
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call `on_death` (from another thread) when a core ends before `close`."""
+
+        def wait(process: CoreProcess) -> None:
+            status = process.wait()
+            if not self._closing:
+                on_death(f"Engine core process {process.pid} ended unexpectedly with status {status}.")
+
+        for process in self.processes:
+            threading.Thread(target=wait, args=(process,), name="core-watch", daemon=True).start()
+
+    def close(self, timeout: float | None = None) -> None:
+        """End the cores: a request first, force after `timeout` seconds. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        deadline = time.monotonic() + (STOP_GRACE_S if timeout is None else timeout)
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            if process.wait(max(0.0, deadline - time.monotonic())) is None:
+                logger.warning("Engine core process %d does not end; it is killed.", process.pid)
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def start_cores(
+    vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool, num_cores: int = 1
+) -> tuple[CoreProcesses, zmq.Socket[bytes]]:
+    """Start the processes; returns at once. The socket is for `wait_until_ready`."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-core-"))
+    handshake_address = f"ipc://{folder}/handshake"
+    make = _process_class()
+    cores = CoreProcesses([], f"ipc://{folder}/input", f"ipc://{folder}/output", folder)
+    try:
+        for index in range(num_cores):
+            start = CoreStart(vllm_config, executor_class, log_stats, index, handshake_address, os.getpid())
+            cores.processes.append(make(start))
+        # Sockets come after the children, which must not inherit any; connections made before the bind wait for it.
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(handshake_address)
+    except BaseException:
+        cores.close(timeout=0)
+        raise
+    return cores, socket
+
+
+def _process_class() -> Callable[[CoreStart], CoreProcess]:
+    if envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn":
+        return SpawnedCore
+    threads = (
+        len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
+    )
+    if threads > 1:
+        logger.debug(
+            "This process has %d threads, so the engine core gets an interpreter of its own.", threads
+        )
+        return SpawnedCore
+    return ForkedCore
+
+
+def wait_until_ready(cores: CoreProcesses, socket: zmq.Socket[bytes]) -> None:
+    """Lead the handshake to its end; says what the cores are doing if that takes long.
+
+    Raises RuntimeError with a core's own message if it failed, TimeoutError after VLLM_ENGINE_READY_TIMEOUT_S. The cores
+    are closed then.
+    """
+    try:
+        _handshake(cores, socket)
+    except BaseException:
+        cores.close(timeout=1.0)
+        raise
+    finally:
+        socket.close()
+
+
+def _handshake(cores: CoreProcesses, socket: zmq.Socket[bytes]) -> None:
+    started = time.monotonic()
+    next_report, phase = started + REPORT_FIRST_S, "starting the process"
+    waiting = set(cores.identities)
+    while waiting:
+        now = time.monotonic()
+        if now - started > envs.VLLM_ENGINE_READY_TIMEOUT_S:
+            raise TimeoutError(
+                f"The engine core was not ready after VLLM_ENGINE_READY_TIMEOUT_S={envs.VLLM_ENGINE_READY_TIMEOUT_S} s "
+                f"(last phase: {phase})"
+            )
+        if now >= next_report:
+            logger.info("Engine core: %s (%.0f s so far)", phase, now - started)
+            next_report = now + REPORT_EVERY_S
+        if not socket.poll(POLL_MS):
+            _check_alive(cores, phase)
+            continue
+        identity, payload = socket.recv_multipart()
+        message = msgspec.msgpack.decode(payload)
+        phase = message.get("phase", phase)
+        if message["status"] == "HELLO":
+            addresses = {"inputs": [cores.input_address], "outputs": [cores.output_address]}
+            socket.send_multipart(
+                [identity, msgspec.msgpack.encode({"addresses": addresses, "parallel_config": {}})]
+            )
+        elif message["status"] == "READY":
+            cores.resolved = message["resolved"]
+            waiting.discard(identity)
+        elif message["status"] == "FAILED":
+            raise RuntimeError(f"The engine core could not start: {message['error']}")
+
+
+def _check_alive(cores: CoreProcesses, phase: str) -> None:
+    for process in cores.processes:
+        status = process.wait(0)
+        if status is not None:
+            raise RuntimeError(
+                f"Engine core process {process.pid} ended with status {status} while {phase}; see its log above."
+            )

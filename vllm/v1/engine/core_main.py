@@ -1,0 +1,174 @@
+"""Entry of an engine core process: `python -m vllm.v1.engine.core_main`, or `run_core` in a forked child.  Layer L7.
+
+Owns the process around `EngineCoreProc`: handshake with the front end, signals, and the watch over the parent. Must not
+know requests. Whatever goes wrong before the core is ready is told to the front end as text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.engine.core_io import LINGER_MS, CoreAddresses
+from vllm.v1.engine.core_proc import EngineCoreProc
+from vllm.v1.engine.core_ready import resolved_settings
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.abstract import Executor
+
+logger = init_logger(__name__)
+
+PARENT_POLL_S = 1.0
+# A core whose parent is gone must not outlive it by much, whatever it is doing.
+ORPHAN_GRACE_S = 10.0
+ADDRESSES_TIMEOUT_MS = 60_000
+
+
+class CoreStart(NamedTuple):
+    """What a core process is given: pickled by the front end that starts it."""
+
+    vllm_config: VllmConfig
+    executor_class: type[Executor] | None  # None: what the configuration says
+    log_stats: bool
+    engine_index: int
+    handshake_address: str
+    parent_pid: int
+
+
+class Handshake:
+    """The start-up conversation of a core with its front end, as msgpack maps with a `status`."""
+
+    def __init__(self, address: str, engine_index: int) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, engine_index.to_bytes(2, "little"))
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.connect(address)
+
+    def say(self, status: str, **details: Any) -> None:
+        """Tell the front end something; never waits."""
+        self._socket.send(
+            msgspec.msgpack.encode({"status": status, "local": True, "headless": False, **details})
+        )
+
+    def progress(self, phase: str) -> None:
+        """Tell which phase of the start begins."""
+        self.say("PROGRESS", phase=phase)
+
+    def addresses(self) -> CoreAddresses:
+        """Say hello and wait for the clients' addresses."""
+        self.say("HELLO")
+        if not self._socket.poll(ADDRESSES_TIMEOUT_MS):
+            raise TimeoutError("the front end did not answer the handshake")
+        answer = msgspec.msgpack.decode(self._socket.recv())
+        return CoreAddresses(answer["addresses"]["inputs"], answer["addresses"]["outputs"])
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def run_core(start: CoreStart, parent_pipe: int) -> int:
+    """Run one core until its end; returns the exit status of the process.
+
+    `parent_pipe`: a descriptor that reads end-of-file when the parent is gone.
+    """
+    handshake = Handshake(start.handshake_address, start.engine_index)
+    try:
+        addresses = handshake.addresses()
+        config = start.vllm_config
+        config.parallel_config.data_parallel_rank = start.engine_index
+        executor_class = start.executor_class or Executor.get_class(config)
+        core = EngineCoreProc(config, executor_class, start.log_stats, start.engine_index, handshake.progress)
+    except BaseException as error:
+        logger.exception("The engine core could not start.")
+        handshake.say("FAILED", error=f"{type(error).__name__}: {error}")
+        handshake.close()
+        return 1
+    with _signals(core):
+        _watch_parent(core, parent_pipe, start.parent_pid)
+        core.connect(addresses)
+        handshake.say("READY", resolved=resolved_settings(start.vllm_config))
+        handshake.close()
+        return _serve(core)
+
+
+def _serve(core: EngineCoreProc) -> int:
+    status = 0
+    try:
+        core.run()
+    except EngineDeadError:
+        logger.exception("The engine core cannot go on.")
+        status = 1
+    except Exception:
+        logger.exception("The engine core stopped because of a defect.")
+        status = 1
+    if status:
+        core.send_dead()
+    core.close()
+    return status
+
+
+@contextlib.contextmanager
+def _signals(core: EngineCoreProc) -> Iterator[None]:
+    """SIGTERM and SIGINT end the core in an orderly way; a second one changes nothing."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        core.request_shutdown()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch_parent(core: EngineCoreProc, parent_pipe: int, parent_pid: int) -> None:
+    """Start a thread that ends the core when its parent is gone."""
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            readable, _, _ = select.select([parent_pipe], [], [], PARENT_POLL_S)
+            if readable and not os.read(parent_pipe, 1):
+                break
+        logger.warning("The front end is gone; the engine core ends.")
+        core.request_shutdown()
+        threading.Event().wait(ORPHAN_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> int:
+    """Read what to do from standard input, which stays open as long as the parent lives."""
+    size = int.from_bytes(_read_exactly(0, 8), "little")
+    # The bytes come from the process that started this one, over a pipe that nobody else has.
+    start: CoreStart = pickle.loads(_read_exactly(0, size))
+    return run_core(start, 0)
+
+
+def _read_exactly(descriptor: int, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = os.read(descriptor, min(1 << 20, size - len(data)))
+        if not chunk:
+            raise EOFError("the parent closed the pipe before the start message was complete")
+        data += chunk
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
