@@ -156,6 +156,8 @@ class Request:
         self.ec_transfer_params: dict[str, Any] | None = None  # the encoder cache connector's own keys
         self.kv_cache_report_mode: str | None = None
         self.skip_reading_prefix_cache = False
+        self.wants_logprobs = False
+        self.plain_output = False
         self._apply_params()
 
         self._set_prompt(prompt_token_ids)
@@ -176,9 +178,11 @@ class Request:
         self.shared_prefix_boundary = 0
         self.replay_start = 0
         self.num_external_computed_tokens = 0
+        self.num_cached_tokens = 0
         self.next_decode_eligible_step = 0
         self.last_sched_seq = -1
         self.num_overtaken = 0
+        self.num_load_failures = 0
         self.spec_decode_metrics: RequestSpecDecodeMetrics | None = None
         self.events: list[EngineCoreEvent] = []
         self.prefill_stats: PrefillStats | None = PrefillStats()
@@ -200,6 +204,15 @@ class Request:
         # Cached positions have no logits, so prompt log probabilities always need the whole prompt.
         wants_prompt_logprobs = sampling.prompt_logprobs is not None
         self.skip_reading_prefix_cache = bool(sampling.skip_reading_prefix_cache) or wants_prompt_logprobs
+        self.wants_logprobs = sampling.logprobs is not None or sampling.logprob_token_ids is not None
+        # Every step adds one token to such a request and nothing else, which the hot path makes use of.
+        self.plain_output = not (
+            self.structured_output_request is not None
+            or self.resumable
+            or self.wants_logprobs
+            or wants_prompt_logprobs
+            or self.trace_headers
+        )
         extra = sampling.extra_args
         if extra is not None:
             self.kv_transfer_params = extra.get("kv_transfer_params")

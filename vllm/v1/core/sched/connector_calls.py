@@ -1,0 +1,60 @@
+"""The scheduler's calls to its KV connector that take more than one line.
+
+Owns their order.  Must not know queues.  Layer: L5 (scheduler).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.request import Request
+
+REMOTE_PREFILL_CACHED_TOKENS = "remote_prefill_cached_tokens"
+
+
+def request_finished(
+    connector: KVConnectorBase_V1, manager: KVCacheManager, request: Request, is_producer: bool
+) -> tuple[bool, dict[str, Any] | None]:
+    """Hand the finished request to the connector.  ``(delay the release of its blocks, parameters for the client)``
+
+    It sees only confirmed tokens and only blocks that a later step could still read.
+    """
+    request_id, confirmed = request.request_id, request.num_confirmed_tokens
+    manager.remove_skipped_blocks(request_id, confirmed, request.num_prompt_tokens)
+    block_ids = manager.get_block_ids_for_computed_tokens(request_id, confirmed)
+    if is_producer:
+        tails = manager.finalize_partial_tail_offloads(request)
+        if tails:
+            connector.register_finished_partial_tail(request, block_ids, tails)
+    if isinstance(connector, SupportsHMA):
+        delay, params = connector.request_finished_all_groups(request, block_ids)
+    else:
+        delay, params = connector.request_finished(request, block_ids[0] if block_ids else [])
+    if params is not None:
+        params.setdefault(REMOTE_PREFILL_CACHED_TOKENS, request.num_cached_tokens)
+    return delay, params
+
+
+def reported_cached_tokens(request: Request, num_local: int, num_external: int) -> tuple[int, int]:
+    """Cached tokens as the client sees them: ``(local, external)``.
+
+    Where another engine computed the prompt, its hits count and not the transfer.
+    """
+    params = request.kv_transfer_params
+    if params is not None and params.get("do_remote_prefill"):
+        return 0, int(params.get(REMOTE_PREFILL_CACHED_TOKENS) or 0)
+    return num_local, num_external
+
+
+def build_metadata(connector: KVConnectorBase_V1, manager: KVCacheManager, output: SchedulerOutput) -> None:
+    """Let the connector write its orders for this step; it may read block tables only while it does so."""
+    output.kv_connector_block_state = KVConnectorBlockState(
+        req_ids=set(output.num_scheduled_tokens),
+        resolve_block_ids=manager.get_block_ids,
+        boundary_state_offloads=manager.take_boundary_state_offloads(),
+    )
+    output.kv_connector_metadata = connector.build_connector_meta(output)
+    output.kv_connector_block_state = None

@@ -1,0 +1,82 @@
+"""Steps that were scheduled and whose result has not been applied yet.
+
+Owns one record per step, in order, and which of its results are void.  Must not know requests beyond their ids.
+Layer: L5 (scheduler).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step in flight.
+
+    ``partial``: requests whose prompt the step does not finish, so that it samples nothing for them.
+    ``stale``: requests preempted since; their tokens are still wanted, their counters are not.
+    ``dropped``: requests whose result must be ignored, whoever owns the id by now.
+    """
+
+    output: SchedulerOutput
+    seq: int
+    partial: set[str]
+    stale: set[str] = field(default_factory=set)
+    dropped: set[str] = field(default_factory=set)
+
+
+class InFlightSteps:
+    """First in, first out.  A step whose result never arrives is dropped when a later one does."""
+
+    def __init__(self) -> None:
+        self._records: deque[StepRecord] = deque()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def has_tokens(self) -> bool:
+        """True if some step in flight computes anything."""
+        return any(record.output.total_num_scheduled_tokens for record in self._records)
+
+    def push(self, record: StepRecord) -> None:
+        """Remember a step that was just scheduled."""
+        self._records.append(record)
+
+    def pop(self, output: SchedulerOutput) -> StepRecord | None:
+        """Take the record of ``output``; None if it is unknown (then nothing changes)."""
+        for index, record in enumerate(self._records):
+            if record.output is output:
+                del self._records[index]
+                return record
+        return None
+
+    def partial_prefills(self, output: SchedulerOutput) -> set[str]:
+        """Requests of the step for which nothing is sampled; empty for an unknown step."""
+        for record in self._records:
+            if record.output is output:
+                return record.partial
+        return set()
+
+    def drop_request(self, request_id: str) -> None:
+        """Ignore everything that is under way for the request."""
+        for record in self._records:
+            if request_id in record.output.num_scheduled_tokens:
+                record.stale.discard(request_id)
+                record.dropped.add(request_id)
+
+    def make_stale(self, request_id: str) -> int:
+        """Keep the tokens that are under way, detached from the counters.  Returns how many steps will bring some."""
+        num_outputs = 0
+        for record in self._records:
+            if request_id not in record.output.num_scheduled_tokens or request_id in record.dropped:
+                continue
+            record.stale.add(request_id)
+            num_outputs += request_id not in record.partial
+        return num_outputs
+
+    def has_request(self, request_id: str) -> bool:
+        """True if some step computes the request."""
+        return any(request_id in record.output.num_scheduled_tokens for record in self._records)

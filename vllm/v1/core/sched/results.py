@@ -1,0 +1,322 @@
+"""What the runner returned for a step, applied to the requests.
+
+Owns the order in which a step's results take effect: failed loads, tokens, the connector's report, ended transfers,
+statistics, events.  Must not decide who is scheduled.  Layer: L5 (scheduler).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from vllm.logger import init_logger
+from vllm.outputs import RequestError
+from vllm.v1.core.sched.in_flight import StepRecord
+from vllm.v1.core.sched.load_failures import Affected, affected_by, plan_rewind
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.stop import check_stop
+from vllm.v1.core.sched.token_results import (
+    Drafted,
+    add_end,
+    append_until_stop,
+    combine_connector_stats,
+    is_worth_sending,
+    make_output,
+    settle_counters,
+)
+from vllm.v1.core.sched.upkeep import Upkeep
+from vllm.v1.core.sched.utils import remove_all
+from vllm.v1.messages import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import SpecDecodingStats
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+logger = init_logger(__name__)
+
+ClientOutputs = dict[int, list[EngineCoreOutput]]
+
+LOAD_FAILED = RequestError("kv_load_failed", "KV cache data of the request could not be loaded")
+NAN_LOGITS = RequestError("nan_logits", "the model produced no finite logits for the request")
+GRAMMAR_VIOLATED = RequestError("grammar_violated", "the model's output left the grammar of the request")
+
+_NO_TOKENS: list[int] = []
+
+
+class Results(Upkeep):
+    """Applies step results."""
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        record = self._begin_results(scheduler_output)
+        kv_output = model_runner_output.kv_connector_output
+        if kv_output is not None and kv_output.invalid_block_ids:
+            record.dropped |= self._handle_invalid_blocks(kv_output.invalid_block_ids)
+        outputs: ClientOutputs = defaultdict(list)
+        self._apply_tokens(record, model_runner_output, outputs)
+        if kv_output is not None:
+            self._apply_connector_report(kv_output)
+        return self._end_results(outputs, model_runner_output)
+
+    def fail_step(
+        self, scheduler_output: SchedulerOutput, error: RequestError
+    ) -> dict[int, EngineCoreOutputs]:
+        """The executor raised for this step: its requests end with ``error``, all others go on.
+
+        Called in the place of :meth:`update_from_output`.  Nothing the step was to compute stays in any cache.
+        """
+        record = self._begin_results(scheduler_output)
+        requests = []
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished() and request_id not in record.dropped:
+                requests.append(request)
+        self._leave_queues(requests)
+        for request in requests:
+            # What this step and those after it were to compute is unconfirmed.
+            self._forget_unconfirmed(request)
+            self.kv_cache_manager.evict_unconfirmed(request, request.num_computed_tokens)
+            self._end_with_error(request, error)
+        return self._end_results(defaultdict(list), None)
+
+    # --- around the results of a step -------------------------------------------------------------------------------
+
+    def _begin_results(self, scheduler_output: SchedulerOutput) -> StepRecord:
+        record = self._in_flight.pop(scheduler_output)
+        if record is None:
+            # Outside code may hand in a step of its own making: its numbers are taken as they are.
+            return StepRecord(scheduler_output, self.processed_step_seq, set())
+        self.processed_step_seq = max(self.processed_step_seq, record.seq)
+        return record
+
+    def _end_results(
+        self, outputs: ClientOutputs, model_runner_output: ModelRunnerOutput | None
+    ) -> dict[int, EngineCoreOutputs]:
+        self._settle_deferred_frees()
+        for client_index, output in self._ended_outputs:
+            outputs[client_index].append(output)
+        self._ended_outputs = []
+        timestamp = self.clock.monotonic()
+        messages = {
+            client: EngineCoreOutputs(outputs=client_outputs, timestamp=timestamp)
+            for client, client_outputs in outputs.items()
+        }
+        if self.finished_req_ids_dict:
+            for client, finished in self.finished_req_ids_dict.items():
+                message = messages.setdefault(client, EngineCoreOutputs(timestamp=timestamp))
+                message.finished_requests = finished
+            self.finished_req_ids_dict = defaultdict(set)
+        if self.log_stats:
+            self._add_stats(messages, model_runner_output, timestamp)
+        self.flush_events()
+        return messages
+
+    def _add_stats(
+        self,
+        messages: dict[int, EngineCoreOutputs],
+        runner_output: ModelRunnerOutput | None,
+        timestamp: float,
+    ) -> None:
+        """One client gets the statistics of the step."""
+        stats = self.make_stats()
+        if stats is None:
+            return
+        if runner_output is not None:
+            stats.cudagraph_stats = runner_output.cudagraph_stats
+            kv_output = runner_output.kv_connector_output
+            worker_stats = None if kv_output is None else kv_output.kv_connector_stats
+            stats.kv_connector_stats = combine_connector_stats(worker_stats, self.connector)
+        message = next(iter(messages.values()), None)
+        if message is None:
+            message = messages[0] = EngineCoreOutputs(timestamp=timestamp)
+        message.scheduler_stats = stats
+
+    # --- tokens -----------------------------------------------------------------------------------------------------
+
+    def _apply_tokens(self, record: StepRecord, runner: ModelRunnerOutput, outputs: ClientOutputs) -> None:
+        """Apply the tokens of every scheduled request, in the order of the step."""
+        requests, dropped = self.requests, record.dropped
+        rows, sampled = runner.req_id_to_index, runner.sampled_token_ids
+        spec_tokens = record.output.scheduled_spec_decode_tokens
+        plain_step = not (record.stale or spec_tokens or runner.num_nans_in_logits or runner.sampling_masks)
+        stopped: list[Request] = []
+        for request_id, num_scheduled in record.output.num_scheduled_tokens.items():
+            request = requests.get(request_id)
+            if request is None or request.status > RequestStatus.PREEMPTED or request_id in dropped:
+                continue
+            row = rows.get(request_id)
+            tokens = sampled[row] if sampled and row is not None else _NO_TOKENS
+            if plain_step and request.plain_output and len(tokens) == 1:
+                output = self._apply_plain(request, num_scheduled, tokens)
+            else:
+                output = self._apply_any(record, request, tokens, runner)
+            status = request.status
+            if status > RequestStatus.PREEMPTED or status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+                stopped.append(request)
+            if output is not None:
+                outputs[request.client_index].append(output)
+        if stopped:
+            self._remove_stopped(stopped)
+
+    def _apply_plain(self, request: Request, num_scheduled: int, tokens: list[int]) -> EngineCoreOutput:
+        """The usual case: one token of a request without extras."""
+        request.num_in_flight_tokens = max(0, request.num_in_flight_tokens - num_scheduled)
+        if request.num_output_placeholders > 0:
+            request.num_output_placeholders -= 1
+        request.append_output_token_ids(tokens[0])
+        if self._hash_on_arrival:
+            self._hash_confirmed(request, num_scheduled)
+        output = EngineCoreOutput(request.request_id, tokens)
+        if request.prefill_stats is not None:
+            output.prefill_stats = request.take_prefill_stats()
+        if request.events:
+            output.events = request.take_events()
+        if check_stop(request, self.max_model_len):
+            add_end(output, request, self._finish(request), None)
+        return output
+
+    def _apply_any(
+        self, record: StepRecord, request: Request, tokens: list[int], runner: ModelRunnerOutput
+    ) -> EngineCoreOutput | None:
+        """The general case; returns the message for the client, if there is anything to say."""
+        request_id, row = request.request_id, runner.req_id_to_index.get(request.request_id)
+        num_scheduled = record.output.num_scheduled_tokens[request_id]
+        is_stale = request_id in record.stale
+        if is_stale:
+            request.num_stale_output_tokens -= request_id not in record.partial
+        else:
+            self._observe_drafts(request, settle_counters(request, record, num_scheduled, len(tokens)))
+        if runner.num_nans_in_logits and runner.num_nans_in_logits.get(request_id, 0) > 0:
+            return self._end_corrupted(request, runner.num_nans_in_logits[request_id])
+        kept, stopped = append_until_stop(request, tokens, self.max_model_len)
+        if not is_stale:
+            request.num_computed_tokens -= len(tokens) - len(kept)
+            if self._hash_on_arrival:
+                self._hash_confirmed(request, num_scheduled)
+        error = None
+        if kept and not self.structured_output_manager.accept_tokens(request, kept):
+            request.status, error, stopped = RequestStatus.FINISHED_ERROR, GRAMMAR_VIOLATED, True
+        output = make_output(request, kept, runner, row)
+        if output.pooling_output is not None:
+            request.status, stopped = RequestStatus.FINISHED_STOPPED, True
+        if stopped:
+            self._end_or_pause(request, output, error)
+        return output if is_worth_sending(output) else None
+
+    def _end_or_pause(self, request: Request, output: EngineCoreOutput, error: RequestError | None) -> None:
+        if error is None and request.resumable:
+            output.finish_reason, output.stop_reason = request.get_finished_reason(), request.stop_reason
+            self._in_flight.drop_request(request.request_id)
+            self._forget_unconfirmed(request)
+            request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+            return
+        add_end(output, request, self._finish(request), error)
+
+    def _end_corrupted(self, request: Request, num_nans: int) -> EngineCoreOutput:
+        """Logits were not finite: nothing the request has read or written may be reused."""
+        self._num_corrupted += 1
+        self.kv_cache_manager.evict_unconfirmed(request, 0)
+        request.status = RequestStatus.FINISHED_ERROR
+        output = EngineCoreOutput(
+            request.request_id, [], num_nans_in_logits=num_nans, events=request.take_events()
+        )
+        add_end(output, request, self._finish(request), NAN_LOGITS)
+        return output
+
+    def _remove_stopped(self, stopped: list[Request]) -> None:
+        """Take stopped requests out of their queues; sessions among them wait for input, in the order of the step."""
+        self.running = remove_all(self.running, set(stopped))
+        for queue in (self.waiting, self.deferred_waiting):
+            if queue:
+                queue.remove_requests(stopped)
+        for request in stopped:
+            if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self._preempted_ids.add(request.request_id)
+                self.kv_holding_waiting.add_request(request)
+                self._sessions.pause(request)
+                if self._sessions.has_input(request):
+                    self._resume_session(request)
+
+    def _hash_confirmed(self, request: Request, num_scheduled: int) -> None:
+        """Hash blocks that the confirmed tokens have filled."""
+        confirmed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+        unit = self.hash_block_size
+        crossed = confirmed // unit != (confirmed - num_scheduled) // unit
+        if crossed or self.params.hash_lookahead_tokens:
+            self.kv_cache_manager.cache_blocks(request, confirmed)
+
+    def _observe_drafts(self, request: Request, drafted: Drafted | None) -> None:
+        if drafted is None:
+            return
+        if request.spec_decode_metrics is not None:
+            request.spec_decode_metrics.observe_draft(drafted.num_drafts, drafted.num_accepted)
+        if self.log_stats:
+            if self._spec_stats is None:
+                self._spec_stats = SpecDecodingStats.new(self.params.num_spec_tokens)
+            self._spec_stats.observe_draft(drafted.num_drafts, drafted.num_accepted)
+
+    # --- loads and sends --------------------------------------------------------------------------------------------
+
+    def _handle_invalid_blocks(self, invalid: set[int]) -> set[str]:
+        """Blocks could not be loaded: every request that counts on one goes back before it, or ends.
+
+        Returns the requests whose tokens of this step are void.
+        """
+        manager = self.kv_cache_manager
+        waiting = affected_by(manager, self.kv_holding_waiting, invalid)
+        running = affected_by(manager, self.running, invalid)
+        for entry in [*waiting, *running]:
+            # The hashes go first: nobody may find these bytes from here on.
+            manager.evict_unconfirmed(entry.request, entry.position)
+            entry.request.num_load_failures += 1
+        if not self.recompute_kv_load_failures:
+            requests = [entry.request for entry in [*waiting, *running]]
+            self._leave_queues(requests)
+            for request in requests:
+                self._end_with_error(request, LOAD_FAILED)
+            return {request.request_id for request in requests}
+        can_cut = self.params.cache.can_cut_anywhere
+        for entry in waiting:
+            self._rewind_waiting(entry, can_cut)
+        plan = plan_rewind(manager, running, invalid, can_cut)
+        for entry in plan.in_place:
+            self._in_flight.drop_request(entry.request.request_id)
+            self._forget_unconfirmed(entry.request)
+            entry.request.num_computed_tokens = entry.position
+        timestamp = self.clock.monotonic()
+        for entry in reversed(plan.restart):
+            self._preempt_request(entry.request, timestamp, drop_stale=True)
+        return {entry.request.request_id for entry in running}
+
+    def _rewind_waiting(self, entry: Affected, can_cut: bool) -> None:
+        """A request that waits with its blocks keeps the good part, or starts again once the load has ended."""
+        request = entry.request
+        if can_cut:
+            request.num_computed_tokens = entry.position
+        elif request.request_id in self._remote.loading:
+            self._remote.failed.add(request.request_id)
+        else:
+            self._release_holder(request)
+
+    def _apply_connector_report(self, kv_output: KVConnectorOutput) -> None:
+        if self.connector is not None:
+            self.connector.update_connector_output(kv_output)
+        for request_id in sorted(kv_output.finished_recving or ()):
+            self._end_receiving(request_id, request_id in kv_output.failed_recving)
+        for request_id in sorted(kv_output.finished_sending or ()):
+            if request_id not in self._delayed_sends:
+                logger.warning("A send of request %s has ended which nobody waits for", request_id)
+                continue
+            self._delayed_sends.discard(request_id)
+            self._release_finished(self.requests[request_id])
+
+    def _end_receiving(self, request_id: str, failed: bool) -> None:
+        if not self._remote.report(request_id, failed):
+            logger.warning("A load of request %s has ended which nobody waits for", request_id)
+            return
+        request = self.requests[request_id]
+        if request.is_finished():
+            self._remote.forget(request)
+            self._release_finished(request)
+
+
+__all__ = ["GRAMMAR_VIOLATED", "LOAD_FAILED", "NAN_LOGITS", "Results"]

@@ -1,0 +1,252 @@
+"""The scheduling pass: loads that ended, running requests, waiting requests, orders to the workers.
+
+Owns the loop, and is the only place that applies the decisions of a pass.  Must not know what a step returns.
+Layer: L5 (scheduler).
+"""
+
+from __future__ import annotations
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.core.sched import connector_calls
+from vllm.v1.core.sched.budget import StepBudget
+from vllm.v1.core.sched.chunking import fit_chunk, long_prefill_cap
+from vllm.v1.core.sched.in_flight import StepRecord
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.remote_wait import COMPLETED_WAITING, LoadEnd, start_after_load
+from vllm.v1.core.sched.results import LOAD_FAILED
+from vllm.v1.core.sched.running import choose_victim, is_certain_to_finish, tokens_wanted
+from vllm.v1.core.sched.step_output import OutputStyle, StepPlan, build_output
+from vllm.v1.core.sched.waiting_pass import WaitingPass
+from vllm.v1.message_types import PauseState
+from vllm.v1.request import Request, RequestStatus
+
+
+class Scheduler(WaitingPass):
+    """Continuous batching with chunked prefill, preemption by recomputing, and external loads.
+
+    One pass hands out tokens in this order: running requests, oldest first; waiting requests that hold blocks; all
+    other waiting requests.  A request that cannot get memory while it runs makes others give way; one that waits does
+    not, but a few behind it may go ahead, a bounded number of times.
+    """
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self.current_step += 1
+        plan = self._new_plan(throttle_prefills)
+        self.kv_cache_manager.new_step_starts()
+        self._end_loads()
+        if self._pause_state is not PauseState.PAUSED_ALL:
+            self._schedule_running(plan)
+            self._hash_scheduled(plan)
+            if not plan.preempted and not plan.starved:
+                self._schedule_waiting(plan)
+        return self._finish_pass(plan)
+
+    def _new_plan(self, throttle_prefills: bool) -> StepPlan:
+        params = self.params
+        budget = StepBudget(
+            self.max_num_scheduled_tokens,
+            params.max_num_batched_tokens,
+            params.num_spec_tokens,
+            params.max_loras,
+        )
+        holds = False
+        if throttle_prefills or params.local_prefill_interval > 1:
+            decodes = any(not request.is_prefill_chunk for request in self.running)
+            holds = (throttle_prefills and decodes) or self._cadence.holds(decodes)
+        cap = long_prefill_cap(params, sum(self.get_request_counts()))
+        return StepPlan(budget, cap, holds)
+
+    # --- loads that ended -------------------------------------------------------------------------------------------
+
+    def _end_loads(self) -> None:
+        """Every load that has ended takes effect now, whatever else can be scheduled."""
+        if not self._remote.finished:
+            return
+        for request in list(self.kv_holding_waiting):
+            if request.request_id in self._remote.finished:
+                self._end_load(request)
+
+    def _end_load(self, request: Request) -> None:
+        end = self._remote.take(request.request_id, self.recompute_kv_load_failures)
+        if end is LoadEnd.FAIL:
+            self.kv_holding_waiting.remove_request(request)
+            self._end_with_error(request, LOAD_FAILED)
+            return
+        request.move_to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
+        if end is LoadEnd.RETRY:
+            self._release_holder(request)
+            return
+        self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        request.num_computed_tokens, request.replay_start = start_after_load(request, self.params.cache)
+        self._remote.enter_stage(request, COMPLETED_WAITING)
+
+    # --- running requests -------------------------------------------------------------------------------------------
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        running, index = self.running, 0
+        allocate, budget = self.kv_cache_manager.allocate_slots, plan.budget
+        lookahead = self.params.num_lookahead_tokens
+        while index < len(running) and budget.tokens > 0:
+            request = running[index]
+            num_new = self._running_chunk(request, plan)
+            if num_new <= 0:
+                index += 1
+                continue
+            # A request further on may still take this one's place, so its blocks get their hashes only afterwards.
+            blocks = allocate(request, num_new, num_lookahead_tokens=lookahead, delay_cache_blocks=True)
+            while blocks is None:
+                index = self._make_room(request, index, plan)
+                if request.status is not RequestStatus.RUNNING or plan.starved:
+                    break
+                blocks = allocate(request, num_new, num_lookahead_tokens=lookahead, delay_cache_blocks=True)
+            if blocks is not None:
+                self._go_on(request, num_new, blocks, plan)
+                index += 1
+            elif plan.starved:
+                index += 1
+
+    def _running_chunk(self, request: Request, plan: StepPlan) -> int:
+        """Tokens the running request gets in this pass."""
+        params = self.params
+        if request.is_prefill_chunk:
+            if plan.hold_prefills:
+                return 0
+        elif self.looks_ahead and (
+            request.next_decode_eligible_step > self.current_step
+            or is_certain_to_finish(request, self.max_model_len, params.num_spec_tokens)
+        ):
+            return 0
+        num_new = tokens_wanted(request, self.max_model_len, 0 if request.sampling_params is None else 1)
+        num_new = min(num_new, plan.cap, plan.budget.limit())
+        if num_new > 1 and self._has_chunk_rules:
+            num_new = fit_chunk(
+                request, request.num_computed_tokens, num_new, params, self._chunk_limits(plan)
+            )
+        return num_new
+
+    def _go_on(self, request: Request, num_new: int, blocks: KVCacheBlocks, plan: StepPlan) -> None:
+        plan.add_running(request, num_new, blocks)
+        if request.is_prefill_chunk:
+            plan.carries_prefill = True
+        if request.spec_token_ids:
+            known = request.num_tokens + request.num_output_placeholders
+            num_drafts = request.num_computed_tokens + num_new - known
+            if num_drafts > 0:
+                plan.spec_tokens[request.request_id] = request.spec_token_ids[:num_drafts]
+            request.spec_token_ids = []
+
+    def _make_room(self, request: Request, index: int, plan: StepPlan) -> int:
+        """Let one running request give way to ``request`` (at ``index``); returns the index where the pass goes on.
+
+        Where memory comes back by itself, or nobody can give any in this pass, the request waits one step instead.
+        """
+        waits = bool(self.deferred_frees)
+        if not waits and self.connector is not None:
+            waits = self.connector.has_pending_block_frees()
+        victim = None if waits else choose_victim(self.running, self.policy, self._fenced_ids())
+        if victim is None:
+            plan.starved = True
+            return index
+        position = self.running.index(victim)
+        plan.remove_running(victim)
+        self._preempt_request(victim, self.clock.monotonic())
+        plan.preempted = True
+        return index - 1 if position < index else index
+
+    def _fenced_ids(self) -> frozenset[str]:
+        """Running requests whose blocks would come back only after a step in flight."""
+        if not self.defer_block_free:
+            return frozenset()
+        processed = self.processed_step_seq
+        return frozenset(request.request_id for request in self.running if request.last_sched_seq > processed)
+
+    def _hash_scheduled(self, plan: StepPlan) -> None:
+        """Nobody is taken out of the step any more: what it computes may be found by its hash from now on."""
+        if not self.params.prefix_caching:
+            return
+        unit, lookahead = self.hash_block_size, self.params.hash_lookahead_tokens
+        for request in plan.running:
+            start = request.num_computed_tokens
+            end = min(start + plan.num_scheduled[request.request_id], request.num_tokens)
+            if end // unit > start // unit or (lookahead and end > start):
+                self.kv_cache_manager.cache_blocks(request, end)
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def _finish_pass(self, plan: StepPlan) -> SchedulerOutput:
+        """Build the output, let the connector add its orders, and count the step's tokens as computed."""
+        manager = self.kv_cache_manager
+        new_token_ids = self.params.pipeline_parallel_size > 1 and not self.looks_ahead
+        style = OutputStyle(self.use_v2_model_runner, new_token_ids)
+        output = build_output(plan, manager, style, self._previous_step_ids)
+        output.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
+        output.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()
+        if self._zeroes_blocks:
+            output.new_block_ids_to_zero = manager.take_new_block_ids() or None
+        if self._any_structured:
+            self._flag_structured(plan, output)
+        if self.params.num_spec_tokens:
+            output.num_spec_tokens_to_schedule = self.params.num_spec_tokens
+            output.skip_drafts = self._skips_drafts(plan)
+        if self.connector is not None:
+            connector_calls.build_metadata(self.connector, manager, output)
+        if not self.use_v2_model_runner:
+            self._previous_step_ids = set(plan.num_scheduled)
+        self._advance(plan, output)
+        left_waiting = bool(self.waiting or self.deferred_waiting)
+        self._cadence.note_step(output.total_num_scheduled_tokens, plan.carries_prefill, left_waiting)
+        return output
+
+    def _advance(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        """Count the tokens as computed now; until the results arrive they are in flight."""
+        self.sched_step_seq += 1
+        seq, num_scheduled = self.sched_step_seq, plan.num_scheduled
+        partial: set[str] = set()
+        for requests in (plan.running, plan.admitted):
+            for request in requests:
+                num_new = num_scheduled[request.request_id]
+                computed = request.num_computed_tokens + num_new
+                request.num_computed_tokens = computed
+                request.num_in_flight_tokens += num_new
+                request.last_sched_seq = seq
+                if computed < len(request._all_token_ids) + request.num_output_placeholders:
+                    request.is_prefill_chunk = True
+                    partial.add(request.request_id)
+                else:
+                    request.is_prefill_chunk = False
+        if self._inflight_prefills:
+            self._inflight_prefills = {r for r in self._inflight_prefills if r.is_prefill_chunk}
+        self._in_flight.push(StepRecord(output, seq, partial))
+        self._look_ahead(plan, partial)
+
+    def _look_ahead(self, plan: StepPlan, partial: set[str]) -> None:
+        """Prepare the next step before this one's tokens are known; nothing without look-ahead."""
+
+    def _flag_structured(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        for requests in (plan.running, plan.admitted):
+            for request in requests:
+                if request.structured_output_request is not None:
+                    output.has_structured_output_requests = True
+                    if request.num_output_placeholders > 0:
+                        output.pending_structured_output_tokens = True
+
+    def _skips_drafts(self, plan: StepPlan) -> bool:
+        if not self.use_v2_model_runner or not plan.num_scheduled:
+            return False
+        return all(
+            self._drafts_unused(request, request.num_computed_tokens, plan.num_scheduled[request.request_id])
+            for requests in (plan.running, plan.admitted)
+            for request in requests
+        )
+
+    def _drafts_unused(self, request: Request, num_computed: int, num_new: int) -> bool:
+        """True if no later step can verify drafts made after this one: the request certainly ends with it."""
+        if num_computed + num_new < request.num_tokens:
+            return False
+        under_way = cdiv(request.num_output_placeholders, 1 + self.params.num_spec_tokens)
+        certain = request.num_tokens + under_way + 1
+        return certain >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+
+
+__all__ = ["Scheduler"]

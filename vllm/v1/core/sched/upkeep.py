@@ -1,0 +1,211 @@
+"""What keeps the scheduler clean between passes: resets, events, statistics, drafts and token masks.
+
+Owns the result of the last reset.  Must not decide who is scheduled.  Layer: L5 (scheduler).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_event_types import KVEventBatch
+from vllm.logger import init_logger
+from vllm.v1.core.sched.lifecycle import RequestLifecycle
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request, RequestStatus
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResetReport:
+    """What a reset of the prefix cache did.
+
+    Whatever ``success`` says, no entry from before the reset can be hit any more.  ``connector_reset`` is None where
+    the connector was not asked.
+    """
+
+    success: bool
+    connector_reset: bool | None
+    blocks_held: int
+    """Device blocks that requests or transfers still hold; they are recycled when those end."""
+    requests_running: int
+    requests_waiting_with_blocks: int
+    reason: str
+    """Empty on success, else what kept the reset from being complete."""
+
+
+class Upkeep(RequestLifecycle):
+    """Resets, events, statistics, drafts and masks."""
+
+    last_reset: ResetReport | None = None
+    """The report of the last :meth:`reset_prefix_cache`."""
+    _spec_stats: SpecDecodingStats | None = None
+
+    # --- reset ------------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Make every cached entry unreachable on the device, and beyond it with ``reset_connector``.
+
+        The connector comes first: its transfers hold device blocks.  ``reset_running_requests`` makes all running
+        requests start again from nothing; otherwise they go on, and what they compute from now on is cached again.
+        Loads under way bring old entries, so where either is asked for their requests start again when they end.  True if afterwards also
+        all memory is free; :attr:`last_reset` tells the rest.
+        """
+        connector_reset = self.reset_connector_cache() if reset_connector else None
+        if reset_running_requests:
+            self._preempt_everything()
+        if reset_running_requests or connector_reset is not None:
+            self._remote.unwanted.update(self._remote.loading)
+        manager = self.kv_cache_manager
+        pool = manager.block_pool
+        blocks_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        # The public call clears only an unused pool; otherwise the index is dropped at once and memory follows later.
+        if blocks_held == 0:
+            device_reset = manager.reset_prefix_cache()
+        else:
+            device_reset = False
+            pool.invalidate_prefix_cache()
+            logger.warning("Prefix cache entries dropped, but %d blocks are still held", blocks_held)
+        self.last_reset = self._report_reset(device_reset, connector_reset, blocks_held)
+        self.flush_events()
+        return self.last_reset.success
+
+    def _preempt_everything(self) -> None:
+        """Restart all requests that hold blocks; from the last one on, so that the waiting front keeps their order."""
+        timestamp = self.clock.monotonic()
+        for request in reversed(self.running.copy()):
+            self._preempt_request(request, timestamp, drop_stale=True)
+        for request in reversed(list(self.kv_holding_waiting)):
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                self._release_holder(request)
+
+    def _report_reset(
+        self, device_reset: bool, connector_reset: bool | None, blocks_held: int
+    ) -> ResetReport:
+        reasons = []
+        if connector_reset is False:
+            reasons.append("the connector still has transfers under way or could not reset its cache")
+        if not device_reset:
+            reasons.append(f"{blocks_held} device blocks are held by requests or transfers")
+        return ResetReport(
+            success=not reasons,
+            connector_reset=connector_reset,
+            blocks_held=blocks_held,
+            requests_running=len(self.running),
+            requests_waiting_with_blocks=len(self.kv_holding_waiting),
+            reason="; ".join(reasons),
+        )
+
+    def reset_connector_cache(self) -> bool:
+        """Drop what the connector has cached.  True without a connector, False only where it says that it failed."""
+        if self.connector is None:
+            return True
+        return self.connector.reset_cache() is not False
+
+    def reset_encoder_cache(self) -> None:
+        return
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def flush_events(self) -> None:
+        """Publish the KV events that have come up; also to be called when the engine is idle."""
+        events = list(self.kv_cache_manager.take_events())
+        if self.connector is not None:
+            events += self.connector.take_events()
+        if events:
+            self.kv_event_publisher.publish(KVEventBatch(ts=self.clock.time(), events=events))
+
+    def shutdown(self) -> None:
+        self.flush_events()
+        self.kv_event_publisher.shutdown()
+        if self.connector is not None:
+            self.connector.shutdown()
+
+    # --- statistics -------------------------------------------------------------------------------------------------
+
+    def get_kv_cache_usage(self) -> float:
+        return self.kv_cache_manager.usage
+
+    def make_stats(self) -> SchedulerStats | None:
+        """Counters since the last call and the present state; None (and nothing is computed) without ``log_stats``."""
+        if not self.log_stats:
+            return None
+        num_running, num_waiting = self.get_request_counts()
+        collector = self.kv_cache_manager.metrics_collector
+        connector_stats = self.connector_prefix_cache_stats
+        if connector_stats is not None:
+            self.connector_prefix_cache_stats = PrefixCacheStats()
+        spec_stats, self._spec_stats = self._spec_stats, None
+        stats = SchedulerStats(
+            num_running_reqs=num_running,
+            num_waiting_reqs=num_waiting,
+            num_skipped_waiting_reqs=len(self.deferred_waiting),
+            num_kv_fetch_reqs_by_stage=dict(self._remote.counts),
+            kv_cache_usage=self.kv_cache_manager.usage,
+            prefix_cache_stats=self.kv_cache_manager.make_prefix_cache_stats() or PrefixCacheStats(),
+            connector_prefix_cache_stats=connector_stats,
+            kv_cache_eviction_events=[] if collector is None else collector.drain_events(),
+            spec_decoding_stats=spec_stats,
+            waiting_lora_adapters=self._count_adapters([*self.waiting, *self.deferred_waiting]),
+            running_lora_adapters=self._count_adapters(self.running),
+            num_corrupted_reqs=self._num_corrupted,
+            num_preempted_reqs=self._num_preempted,
+            num_stalled_reqs=self._num_stalled,
+        )
+        self._num_corrupted = self._num_preempted = self._num_stalled = 0
+        return stats
+
+    def _count_adapters(self, requests: list[Request]) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        if self.params.max_loras == 0:
+            return counts
+        for request in requests:
+            if request.lora_request is not None:
+                name = request.lora_request.lora_name
+                counts[name] = counts.get(name, 0) + 1
+        return counts
+
+    # --- drafts and token masks -------------------------------------------------------------------------------------
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        return self.structured_output_manager.grammar_bitmask(
+            self.requests,
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.scheduled_spec_decode_tokens,
+        )
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        for request_id, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished() or request.status is not RequestStatus.RUNNING:
+                continue
+            if request.is_prefill_chunk:
+                # Part of the prompt is still to be computed; drafts for what follows it are void.
+                request.spec_token_ids = []
+                continue
+            request.spec_token_ids = self.structured_output_manager.allowed_drafts(request, drafts)
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Refused drafts stay in the step as −1, so that its shape does not change."""
+        invalid: dict[str, int] = {}
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        for request_id, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            request = self.requests.get(request_id)
+            placeholders = scheduled.get(request_id)
+            if request is None or placeholders is None:
+                continue
+            allowed = self.structured_output_manager.allowed_drafts(request, drafts[: len(placeholders)])
+            missing = len(placeholders) - len(allowed)
+            scheduled[request_id] = allowed + [-1] * missing
+            if missing:
+                invalid[request_id] = missing
+        scheduler_output.num_invalid_spec_tokens = invalid or None
+
+
+__all__ = ["ResetReport", "Upkeep"]
