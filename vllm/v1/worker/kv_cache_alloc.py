@@ -74,7 +74,8 @@ class KVCachePages:
         if self.device.type != "cpu" and not allocation.host_resident:
             return torch.zeros(allocation.size, dtype=torch.int8, device=self.device)
         # Anonymous pages cost nothing until they are written, and can be given back in place.
-        memory = mmap.mmap(-1, max(allocation.size, mmap.PAGESIZE))
+        size = max(allocation.size, mmap.PAGESIZE)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(memory)
