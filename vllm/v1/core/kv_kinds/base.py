@@ -13,16 +13,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from math import lcm
 from typing import ClassVar, Protocol
 
 from vllm.utils.checks import check
-from vllm.utils.math_utils import cdiv, round_down
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_hash import BlockHash
 from vllm.v1.core.block_hasher import HashableRequest
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock, trim_null_head
+from vllm.v1.core.kv_kinds.tails import effective_block_size
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 BoundaryState = tuple[int, int, int]
@@ -51,6 +51,8 @@ class SingleTypeKVCacheManager(ABC):
     """Any shorter prefix of a hit is a hit too, so it can be trimmed without searching again."""
     supports_prefix_lookup: ClassVar[bool] = True
     """Blocks may be found by hash at all."""
+    supports_retention: ClassVar[bool] = False
+    """Not every block is needed for a hit, so that it can be chosen which ones stay cached."""
     counts_encoder_tokens: ClassVar[bool] = False
     """The blocks hold encoder outputs: sizes count those tokens, not the request's."""
 
@@ -88,6 +90,13 @@ class SingleTypeKVCacheManager(ABC):
         self._num_skipped: dict[str, int] = {}  # columns below are null already
         self._pending_copies: list[Lease] = []
         self._fresh_ids: set[int] = set()  # hashed in the step being scheduled: bytes not there yet
+
+    @classmethod
+    def admission_cap(
+        cls, kv_cache_spec: KVCacheSpec, max_in_flight_tokens: int, max_model_len: int
+    ) -> int | None:
+        """The most blocks a request ever holds at once, where that is less than its length asks for; else None."""
+        return None
 
     # 1. The longest hit
 
@@ -306,6 +315,15 @@ class SingleTypeKVCacheManager(ABC):
         """
         return None
 
+    def has_blocks_to_cache(self, request: CacheableRequest, num_tokens: int) -> bool:
+        """Whether `cache_blocks` could do anything now; cheap, for it is asked in every step."""
+        if not self.caches:
+            return False
+        settled = self.num_cached_block.get(request.request_id, 0)
+        if num_tokens // self.block_size > settled:
+            return True
+        return self.hits_end_inside_blocks and num_tokens % self.block_pool.hash_block_size == 0
+
     def cache_blocks(
         self,
         request: CacheableRequest,
@@ -402,6 +420,13 @@ class SingleTypeKVCacheManager(ABC):
             settled = min(self.num_cached_block[request_id], num_tokens // self.block_size)
             self.num_cached_block[request_id] = settled
 
+    def largest_hashed_prefix(self, request_id: str) -> int:
+        """Tokens covered by the furthest cache entry among the request's blocks."""
+        for block in reversed(self.req_to_blocks.get(request_id, [])):
+            if block.block_hash is not None:
+                return max(covered or 0 for _, covered in self.block_pool.get_keys(block))
+        return 0
+
     def take_new_block_ids(self) -> list[int]:
         """Blocks handed out since the last call whose bytes the worker must zero."""
         taken, self.new_block_ids = self.new_block_ids, []
@@ -421,7 +446,8 @@ class SingleTypeKVCacheManager(ABC):
         if not (self.caches and self.supports_fine_grained_hash_lookup):
             return []
         found: list[BoundaryState] = []
-        for block in self.req_to_blocks.get(request.request_id, ())[-2:]:
+        settled = self.num_cached_block.get(request.request_id, 0)
+        for block in self.req_to_blocks.get(request.request_id, [])[max(0, settled - 1) :]:
             for _, covered in self.block_pool.get_keys(block):
                 if covered is not None and covered % self.block_size:
                     found.append((self.kv_cache_group_id, block.block_id, covered))
@@ -433,47 +459,3 @@ class SingleTypeKVCacheManager(ABC):
 
     def _mark_fresh(self, blocks: Iterable[KVCacheBlock]) -> None:
         self._fresh_ids.update(block.block_id for block in blocks)
-
-
-def effective_block_size(kv_cache_spec: KVCacheSpec, dcp_world_size: int) -> int:
-    """Tokens per block over all ranks of decode context parallelism."""
-    return kv_cache_spec.block_size * (dcp_world_size if kv_cache_spec.dcp_sharded else 1)
-
-
-def partial_boundaries(boundaries: Sequence[int], hash_block_size: int, block_size: int) -> list[int]:
-    """The ends of hash units at or before the boundaries that lie inside a block, ascending, each once."""
-    ends = {round_down(boundary, hash_block_size) for boundary in boundaries}
-    return sorted(end for end in ends if end > 0 and end % block_size)
-
-
-def tail_mask(
-    blocks: range,
-    block_size: int,
-    alignment_tokens: int,
-    before: int,
-    after: int,
-    retention: tuple[int | None, Sequence[int], int | None],
-) -> list[bool] | None:
-    """Which of the blocks lie among the `before` blocks before, or the `after` blocks after, an end of a hit.
-
-    `retention`: (interval, boundaries in tokens, further end in blocks). Without an interval every aligned end counts;
-    None, meaning all blocks, where that leaves nothing out.
-    """
-    interval, boundaries, final_end = retention
-    step = lcm(alignment_tokens, block_size) // block_size
-    if interval is None and before + after >= step:
-        return None
-    ends = {round_down(boundary, alignment_tokens) // block_size for boundary in boundaries}
-    if interval != 0:
-        every = step if interval is None else max(1, round_down(interval, alignment_tokens) // block_size)
-        first = max(0, blocks.start - after) // every * every
-        ends.update(range(first, blocks.stop + before + every, every))
-    if final_end is not None:
-        ends.add(final_end)
-    mask = [False] * len(blocks)
-    for end in ends:
-        if end <= 0:
-            continue
-        for i in range(max(blocks.start, end - before), min(blocks.stop, end + after)):
-            mask[i - blocks.start] = True
-    return mask

@@ -8,22 +8,31 @@ from vllm.utils.math_utils import round_down
 from vllm.v1.core.block_hash import BlockHash
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
-from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager, effective_block_size
+from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
+from vllm.v1.core.kv_kinds.tails import effective_block_size
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec
 
 
-def chunk_of(kv_cache_spec: KVCacheSpec) -> int:
-    """Tokens per chunk, also from inside a uniform group. TypeError for another kind."""
+def chunk_spec_of(kv_cache_spec: KVCacheSpec) -> ChunkedLocalAttentionSpec:
+    """The chunk spec, also from inside a uniform group. TypeError for another kind."""
     spec = kv_cache_spec.kind_spec
     if not isinstance(spec, ChunkedLocalAttentionSpec):
         raise TypeError(
             f"a chunked-local manager needs a ChunkedLocalAttentionSpec, got {type(spec).__name__}"
         )
-    return spec.attention_chunk_size
+    return spec
 
 
 class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
     """Blocks of finished chunks are null; a hit needs the blocks of the chunk in which it ends."""
+
+    @classmethod
+    def admission_cap(
+        cls, kv_cache_spec: KVCacheSpec, max_in_flight_tokens: int, max_model_len: int
+    ) -> int | None:
+        return chunk_spec_of(kv_cache_spec).max_admission_blocks_per_request(
+            max_in_flight_tokens, max_model_len
+        )
 
     @classmethod
     def find_longest_cache_hit(
@@ -43,7 +52,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         Where alignment or the EAGLE drop take the end back into an earlier chunk, that chunk is searched instead.
         """
         block_size = effective_block_size(kv_cache_spec, dcp_world_size)
-        chunk = chunk_of(kv_cache_spec)
+        chunk = chunk_spec_of(kv_cache_spec).attention_chunk_size
         extra = 1 if drop_eagle_block else 0
         limit = min(max_length // block_size, len(block_hashes))
         while limit > extra:
@@ -62,4 +71,4 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Everything before the chunk of the next token."""
-        return round_down(num_computed_tokens, chunk_of(self.kv_cache_spec))
+        return round_down(num_computed_tokens, chunk_spec_of(self.kv_cache_spec).attention_chunk_size)

@@ -11,7 +11,7 @@ from vllm.v1.core.block_hash import BlockHash
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import HiSparseHotSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import HiSparseHotSpec, HiSparseResidentSpec, KVCacheSpec
 
 
 class FixedScratchManager(SingleTypeKVCacheManager):
@@ -100,6 +100,17 @@ class HiSparseResidentManager(SingleTypeKVCacheManager):
     """Device blocks for tokens in flight; computed tokens live on the host and need no block here."""
 
     supports_prefix_lookup = False
+
+    @classmethod
+    def admission_cap(
+        cls, kv_cache_spec: KVCacheSpec, max_in_flight_tokens: int, max_model_len: int
+    ) -> int | None:
+        spec = kv_cache_spec.kind_spec
+        if not isinstance(spec, HiSparseResidentSpec):
+            raise TypeError(
+                f"HiSparseResidentManager needs a HiSparseResidentSpec, got {type(spec).__name__}"
+            )
+        return spec.max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
 
     @classmethod
     def find_longest_cache_hit(

@@ -12,12 +12,8 @@ from vllm.utils.math_utils import cdiv, round_down
 from vllm.v1.core.block_hash import BlockHash, BlockHashListWithBlockSize
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
-from vllm.v1.core.kv_kinds.base import (
-    CacheableRequest,
-    SingleTypeKVCacheManager,
-    effective_block_size,
-    partial_boundaries,
-)
+from vllm.v1.core.kv_kinds.base import CacheableRequest, SingleTypeKVCacheManager
+from vllm.v1.core.kv_kinds.tails import effective_block_size, partial_boundaries
 from vllm.v1.kv_cache_interface import KVCacheSpec, RSWASpec
 
 

@@ -17,14 +17,8 @@ from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
-from vllm.v1.core.kv_kinds.base import (
-    BoundaryState,
-    CacheableRequest,
-    SingleTypeKVCacheManager,
-    effective_block_size,
-    partial_boundaries,
-    tail_mask,
-)
+from vllm.v1.core.kv_kinds.base import BoundaryState, CacheableRequest, SingleTypeKVCacheManager
+from vllm.v1.core.kv_kinds.tails import effective_block_size, partial_boundaries, tail_mask
 from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
@@ -40,6 +34,7 @@ class MambaManager(SingleTypeKVCacheManager):
     """States of one group. With caching on, the spec's mode must be "align"; without, one running state is kept."""
 
     supports_fine_grained_hash_lookup = True
+    supports_retention = True
 
     def __init__(
         self,

@@ -11,7 +11,8 @@ from vllm.utils.math_utils import cdiv, round_down
 from vllm.v1.core.block_hash import BlockHash
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
-from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager, effective_block_size, tail_mask
+from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
+from vllm.v1.core.kv_kinds.tails import effective_block_size, tail_mask
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 
@@ -25,6 +26,14 @@ def window_of(kv_cache_spec: KVCacheSpec) -> SlidingWindowSpec:
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
     """Blocks that fell out of the window are null; a hit needs the blocks of one window before its end."""
+
+    supports_retention = True
+
+    @classmethod
+    def admission_cap(
+        cls, kv_cache_spec: KVCacheSpec, max_in_flight_tokens: int, max_model_len: int
+    ) -> int | None:
+        return window_of(kv_cache_spec).max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
 
     @classmethod
     def find_longest_cache_hit(
