@@ -97,6 +97,8 @@ def _config_fields() -> list[tuple[str, str, int, bool]]:
                 if name.startswith("_") or "ClassVar" in ast.dump(statement.annotation):
                     continue
                 documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                value = statement.value
+                documented |= isinstance(value, ast.Call) and any(k.arg == "doc" for k in value.keywords)
                 fields.append((module.relative, name, statement.lineno, documented))
     return fields
 

@@ -166,18 +166,30 @@ class CacheConfig:
     )
     kv_offloading_backend: KVOffloadingBackend = setting(default="native", doc="Which offloading to use.")
 
-    # False when the block size is the platform's or the model's choice, which a hybrid model may still change.
-    user_specified_block_size: bool = state(default=False)
-    user_specified_mamba_block_size: bool = state(default=False)
-    kv_cache_layout: str | None = state(default=None)
-    num_gpu_blocks: int | None = state(default=None)
-    num_cpu_blocks: int | None = state(default=None)
-    simple_cpu_offload_num_blocks: int | None = state(default=None)
-    effective_attention_block_size: int | None = state(default=None)
-    hash_block_size: int | None = state(default=None)
-    cache_hit_alignment_tokens: int | None = state(default=None)
-    kv_cache_size_tokens: int | None = state(default=None)
-    kv_cache_max_concurrency: float | None = state(default=None)
+    user_specified_block_size: bool = state(
+        default=False,
+        doc="Whether the user chose the block size; if not, a hybrid model may still change it.",
+    )
+    user_specified_mamba_block_size: bool = state(
+        default=False, doc="Whether the user chose the distance of recurrent states."
+    )
+    kv_cache_layout: str | None = state(
+        default=None, doc="Name of the page layout that the workers agreed on."
+    )
+    num_gpu_blocks: int | None = state(default=None, doc="Device blocks, once memory is known.")
+    num_cpu_blocks: int | None = state(default=None, doc="Host blocks; 0 or None without a host tier.")
+    simple_cpu_offload_num_blocks: int | None = state(
+        default=None, doc="Host blocks per rank that the workers agreed on."
+    )
+    effective_attention_block_size: int | None = state(
+        default=None, doc="The one block size of all full-attention groups, None if they differ."
+    )
+    hash_block_size: int | None = state(default=None, doc="Tokens per block hash.")
+    cache_hit_alignment_tokens: int | None = state(default=None, doc="Prefix hits end on multiples of this.")
+    kv_cache_size_tokens: int | None = state(default=None, doc="Tokens that the device cache holds.")
+    kv_cache_max_concurrency: float | None = state(
+        default=None, doc="Requests of full length that fit at once."
+    )
 
     def __post_init__(self) -> None:
         self.user_specified_block_size = self.block_size is not None

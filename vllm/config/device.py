@@ -22,7 +22,7 @@ class DeviceConfig:
 
     # A `torch.device` is accepted too; nothing here looks at more than its `type`.
     device: Any = setting(default="auto", doc="Device to run on: auto, cuda or cpu.")
-    device_type: str = state(default="")
+    device_type: str = state(default="", doc="Resolved kind of device.")
 
     def __post_init__(self) -> None:
         name = self.device if isinstance(self.device, str) else str(self.device.type)

@@ -94,12 +94,14 @@ class ModelConfig:
         default=None, doc="Limits of media inputs.", flag=HIDDEN
     )
 
-    # The checkpoint's record and its language part.
-    hf_config: Any = state(default=None)
-    hf_text_config: Any = state(default=None)
-    original_max_model_len: int | None = state(default=None)
-    supports_kv_cache_grouping: bool = state(default=False)
-    runner_type: RunnerType = state(default="generate")
+    # Plain records of whatever the file holds.
+    hf_config: Any = state(default=None, doc="The checkpoint's record.")
+    hf_text_config: Any = state(default=None, doc="Its language part.")
+    original_max_model_len: int | None = state(default=None, doc="The length as given: None, -1 or a number.")
+    supports_kv_cache_grouping: bool = state(
+        default=False, doc="Whether the model class groups its own KV layers."
+    )
+    runner_type: RunnerType = state(default="generate", doc="Resolved kind of model run.")
 
     def __post_init__(self) -> None:
         self.dtype = check_dtype(vars(self)["dtype"])

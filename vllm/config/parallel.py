@@ -49,8 +49,8 @@ class ParallelConfig:
     data_parallel_rank_local: int | None = setting(default=None, doc="Rank within this node.", flag=HIDDEN)
     rank: int = setting(default=0, doc="Global rank of this worker.", flag=HIDDEN)
 
-    world_size: int = state(default=1)
-    data_parallel_index: int = state(default=0)
+    world_size: int = state(default=1, doc="Workers of one engine.")
+    data_parallel_index: int = state(default=0, doc="Index of this replica among all.")
 
     def __post_init__(self) -> None:
         self.world_size = (

@@ -27,7 +27,9 @@ class SchedulerConfig:
     DEFAULT_MAX_NUM_SEQS: ClassVar[int] = 128
 
     max_model_len: InitVar[int]
+    """Longest sequence of the model; for the checks only."""
     is_encoder_decoder: InitVar[bool]
+    """Whether the model has an encoder, which rules out chunked prefill."""
     runner_type: RunnerType = setting(default="generate", doc="Kind of model run.", flag=HIDDEN)
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = setting(
         default=2048,
@@ -90,8 +92,8 @@ class SchedulerConfig:
         default=1, doc="Tokens between two streamed outputs."
     )
 
-    max_num_encoder_input_tokens: int = state(default=0)
-    encoder_cache_size: int = state(default=0)
+    max_num_encoder_input_tokens: int = state(default=0, doc="Encoder tokens in one step.")
+    encoder_cache_size: int = state(default=0, doc="Encoder tokens kept.")
 
     def __post_init__(self, max_model_len: int, is_encoder_decoder: bool) -> None:
         if is_encoder_decoder:

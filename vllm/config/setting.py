@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 T = TypeVar("T")
 P = ParamSpec("P")
 _METADATA_KEY: Final = "vllm_setting"
+_STATE_KEY: Final = "vllm_state"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,16 +70,15 @@ def setting(
 
 
 @overload
-def state(*, default: T, init: bool = False) -> T: ...
+def state(*, default: T, doc: str) -> T: ...
 @overload
-def state(*, default_factory: Callable[[], T], init: bool = False) -> T: ...
-def state(
-    *, default: object = None, default_factory: Callable[[], object] | None = None, init: bool = False
-) -> object:
+def state(*, default_factory: Callable[[], T], doc: str) -> T: ...
+def state(*, default: object = None, default_factory: Callable[[], object] | None = None, doc: str) -> object:
     """Declare a field that is not given but derived, or assigned later by the engine."""
+    metadata = {_STATE_KEY: doc}
     if default_factory is not None:
-        return dataclasses.field(default_factory=default_factory, init=init)
-    return dataclasses.field(default=default, init=init)
+        return dataclasses.field(default_factory=default_factory, init=False, metadata=metadata)
+    return dataclasses.field(default=default, init=False, metadata=metadata)
 
 
 def setting_info(field: dataclasses.Field[object]) -> SettingInfo | None:
