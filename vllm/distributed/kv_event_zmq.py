@@ -76,7 +76,7 @@ class ZmqEventPublisher(EventPublisher):
         self._events_by_type: dict[str, int] = {}
         self._running = True
 
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         own_endpoint = self.offset_endpoint_port(endpoint, data_parallel_rank)
         own_replay = self.offset_endpoint_port(replay_endpoint, data_parallel_rank)
         self._pub = context.socket(zmq.PUB)
@@ -302,11 +302,17 @@ def _open(sock: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
             sock.setsockopt(zmq.IPV6, 1)
             host = f"[{host}]"
         sock.bind(f"tcp://{host}:0")
-        return sock.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        return _last_endpoint(sock)
     sock.bind(endpoint)
     if _tcp_port(endpoint) == 0:
-        return sock.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        return _last_endpoint(sock)
     return endpoint
+
+
+def _last_endpoint(sock: zmq.Socket[bytes]) -> str:
+    address = sock.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.decode().rstrip("\0")
 
 
 def _node_address() -> str:

@@ -5,7 +5,7 @@ Owns the walk behind the cursors and which slots a running request counts on. It
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from vllm.v1.core.block_hash import BlockHashWithGroupId
 from vllm.v1.core.kv_cache_block import KVCacheBlock
@@ -19,17 +19,22 @@ from vllm.v1.simple_kv_offload.store_policy import (
 )
 
 BLOCKS_PER_STEP = 64
+"""Positions examined per request and step."""
+REQUESTS_PER_STEP = 4
+"""Requests whose turn it is in a step."""
 
 
 class HolePatrol:
-    """Re-examines a bounded part of each running request per step, while the tier evicts.
+    """Re-examines a bounded part of some running requests per step, while the tier evicts.
 
     Slots that a running request counts on are *guarded*: filling one hole never digs another, so two
-    requests cannot evict each other for ever. First-time stores may take guarded slots.
+    requests cannot evict each other for ever. First-time stores may take the guarded slots of others.
     """
 
     def __init__(self) -> None:
         self._guarded: dict[int, BlockHashWithGroupId] = {}
+        self._dismissals = 0
+        self._turn = 0
 
     def guard(self, state: StoreRequestState, slot: KVCacheBlock) -> None:
         """The request counts on what the slot holds now. Ends with `dismiss`."""
@@ -39,16 +44,24 @@ class HolePatrol:
 
     def dismiss(self, state: StoreRequestState) -> None:
         """The request counts on nothing any more."""
-        for slot_id in sorted(state.guarded_slots):
+        for slot_id in state.guarded_slots:
             self._guarded.pop(slot_id, None)
         state.guarded_slots.clear()
+        self._dismissals += 1
 
-    def forget_all(self) -> None:
-        """The tier's content is void."""
-        self._guarded.clear()
+    def counts_on(self, state: StoreRequestState, slot: KVCacheBlock) -> bool:
+        """Whether the slot still holds what this request guards."""
+        return slot.block_id in state.guarded_slots and self._is_guarded(slot)
 
     def __len__(self) -> int:
         return len(self._guarded)
+
+    def turns(self, states: Sequence[StoreRequestState]) -> list[StoreRequestState]:
+        """The requests to examine in this step; over the steps each gets its turn."""
+        if len(states) <= REQUESTS_PER_STEP:
+            return list(states)
+        start, self._turn = self._turn, self._turn + REQUESTS_PER_STEP
+        return [states[(start + i) % len(states)] for i in range(REQUESTS_PER_STEP)]
 
     def select_holes(
         self,
@@ -60,38 +73,52 @@ class HolePatrol:
     ) -> None:
         """Choose blocks behind the cursors that have no copy any more, as far as unguarded slots last.
 
-        A round over all groups begins when the tier has evicted something since the last one. Slots
-        that are still present become the youngest of the tier, the request's first blocks last.
+        A round over all groups begins when the tier has evicted something, or another request let go
+        of its slots, since the last one. Slots that are still present become the youngest of the tier,
+        the request's first blocks last.
         """
         if not self._begin(stores, state):
             return
         present: list[KVCacheBlock] = []
+        missing: list[tuple[int, BlockHashWithGroupId]] = []
         budget = BLOCKS_PER_STEP
         for group in groups:
             last = min(state.patrol_from[group], len(table[group]) - 1)
             first = max(-1, last - budget)
             state.patrol_from[group] = first
-            budget -= max(0, last - first)
             if last < 0:
                 continue
+            budget -= last - first
             key_at = expected_keys(stores, state.request, group)
             for index in range(last, first, -1):
                 slot = stores.tier.get(key_at(index))
                 if slot is not None:
                     present.append(slot)
                 else:
-                    self._fill(stores, state, table[group][index], key_at(index), chosen)
+                    missing.append((table[group][index], key_at(index)))
         if all(state.patrol_from[group] < 0 for group in groups):
             state.patrol_from = []
         self._refresh(stores, state, present)
+        chosen.recheck_victims()
+        # The walk went backwards; the first blocks of a chain are worth most.
+        for block_id, key in reversed(missing):
+            self._fill(stores, state, block_id, key, chosen)
 
     def _begin(self, stores: Stores, state: StoreRequestState) -> bool:
-        if not state.patrol_from:
-            if state.evictions_seen == stores.tier.evictions:
-                return False
-            state.evictions_seen = stores.tier.evictions
-            state.patrol_from = [cursor - 1 for cursor in state.num_stored_blocks]
+        if state.patrol_from:
+            return True
+        changes = stores.tier.evictions + self._dismissals
+        if stores.tier.evictions == 0 or state.changes_seen == changes:
+            return False
+        state.changes_seen = changes
+        state.patrol_from = [cursor - 1 for cursor in state.num_stored_blocks]
         return True
+
+    def _refresh(self, stores: Stores, state: StoreRequestState, slots: Sequence[KVCacheBlock]) -> None:
+        for slot in slots:
+            self.guard(state, slot)
+        stores.tier.pool.touch(slots)
+        stores.tier.pool.free_blocks(slots)
 
     def _fill(
         self,
@@ -106,19 +133,9 @@ class HolePatrol:
         source = find_source(stores, block_id, key)
         if source is None:
             return
-        victim = stores.tier.peek_victim(len(chosen.candidates))
-        if victim is None or self._is_guarded(victim):
-            # This round finds no room; look again from here when the next one begins.
-            state.evictions_seen = -1
-            return
-        chosen.add(stores.candidate(source, state.request))
+        victim = chosen.next_victim()
+        if victim is not None and not self._is_guarded(victim):
+            chosen.add(stores.candidate(source, state.request))
 
     def _is_guarded(self, slot: KVCacheBlock) -> bool:
         return slot.block_hash is not None and self._guarded.get(slot.block_id) == slot.block_hash
-
-    def _refresh(self, stores: Stores, state: StoreRequestState, present: Iterable[KVCacheBlock]) -> None:
-        slots = list(present)
-        for slot in slots:
-            self.guard(state, slot)
-        stores.tier.pool.touch(slots)
-        stores.tier.pool.free_blocks(slots)

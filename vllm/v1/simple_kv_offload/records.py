@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
-from vllm.v1.core.block_hasher import ExtraKeys
 from vllm.v1.request import Request
 
 
@@ -20,7 +19,7 @@ class BlockStoreMeta:
     parent_block_hash: BlockHash | None
     lora_id: int | None
     lora_name: str | None
-    extra_keys: ExtraKeys | None
+    extra_keys: tuple[object, ...] | None
     block_size: int | None = None
 
 

@@ -7,7 +7,7 @@ that left its window or changed owner since fails that test. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -52,7 +52,8 @@ class StoreRequestState:
     """Keys this request had stored; dropped again if it ends in an error."""
     patrol_from: list[int] = field(default_factory=list)
     """Per group the next block to re-examine for holes, -1 = nothing left of this round."""
-    evictions_seen: int = 0
+    changes_seen: int = 0
+    """State of the tier when the last round began."""
     guarded_slots: set[int] = field(default_factory=set)
     """Slots of the tier this request counts on; written by the hole patrol."""
 
@@ -74,19 +75,49 @@ class StoreRequestState:
         self.patrol_from = []
 
 
-@dataclass(slots=True)
 class Selection:
-    """Chosen candidates; ``room`` is how many more the tier could take."""
+    """Candidates chosen so far, and whether the tier has room for one more.
 
-    room: int
-    candidates: list[Candidate] = field(default_factory=list)
-    keys: set[BlockHashWithGroupId] = field(default_factory=set)
+    With ``is_spared``, room also ends at a slot that must not be evicted for this selection.
+    """
+
+    __slots__ = ("_is_spared", "_tier", "_victim", "_victims", "candidates", "keys", "room")
+
+    def __init__(self, tier: Tier, is_spared: Callable[[KVCacheBlock], bool] | None = None) -> None:
+        self.room = tier.num_stageable
+        self.candidates: list[Candidate] = []
+        self.keys: set[BlockHashWithGroupId] = set()
+        self._tier = tier
+        self._is_spared = is_spared
+        self._victims: Iterator[KVCacheBlock] | None = None
+        self._victim: KVCacheBlock | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more candidate can be taken."""
+        if self.room <= 0 or self._is_spared is None:
+            return self.room > 0
+        victim = self.next_victim()
+        return victim is not None and not self._is_spared(victim)
+
+    def next_victim(self) -> KVCacheBlock | None:
+        """The slot that one more candidate would get."""
+        if self._victims is None:
+            self._victims = self._tier.victims_after(len(self.candidates))
+            self._victim = next(self._victims, None)
+        return self._victim
+
+    def recheck_victims(self) -> None:
+        """The tier's order of eviction has changed."""
+        self._victims = None
 
     def add(self, candidate: Candidate) -> None:
         """Choose a candidate."""
         self.candidates.append(candidate)
         self.keys.update(staged.key for staged in candidate.keys)
         self.room -= 1
+        if self._victims is not None:
+            self._victim = next(self._victims, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +230,7 @@ def select_new(
             key = key_at(index)
             if not (key in chosen.keys or stores.is_copied(key)):
                 source = find_source(stores, table[group][index], key)
-                if source is not None and chosen.room <= 0:
+                if source is not None and not chosen.has_room:
                     break
                 if source is not None:
                     chosen.add(stores.candidate(source, state.request))
@@ -207,23 +238,25 @@ def select_new(
     return advance
 
 
-def select_tail(stores: Stores, request: Request, table: BlockTable, chosen: Selection) -> None:
-    """At the end of a request: entries that are registered in its table but no cursor walks over.
+def select_tail(
+    stores: Stores, request: Request, table: BlockTable, starts: Sequence[int], chosen: Selection
+) -> None:
+    """At the end of a request: entries registered in its table from ``starts[group]`` on.
 
-    That is a prefix ending inside a full-attention block, and states of recurrent groups. Only
-    entries over confirmed tokens count.
+    That is a prefix ending inside the last block, and the states of recurrent groups, whose tables
+    no cursor walks over. Only entries over confirmed tokens count.
     """
     confirmed = confirmed_tokens(request)
     for group in stores.tier.group_ids:
-        for block_id in table[group]:
+        for block_id in table[group][starts[group] :]:
             block = stores.device.blocks[block_id]
-            if block.is_null or block.block_hash is None or get_group_id(block.block_hash) != group:
+            key = block.block_hash
+            if block.is_null or key is None or get_group_id(key) != group:
                 continue
             covered = max((tokens or 0 for _, tokens in stores.device.get_keys(block)), default=0)
-            key = block.block_hash
             if covered > confirmed or key in chosen.keys or stores.is_copied(key):
                 continue
-            if chosen.room <= 0:
+            if not chosen.has_room:
                 return
             chosen.add(stores.candidate(block, request))
 

@@ -7,7 +7,7 @@ lifetimes or copies. Layer L4.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -108,9 +108,9 @@ class Tier:
         """A findable slot with this key."""
         return self.pool.cached_block_hash_to_block.get_one_block(key)
 
-    def peek_victim(self, offset: int) -> KVCacheBlock | None:
-        """The slot that `stage` would take after ``offset`` others, or None if there are not that many."""
-        return next(islice(self.pool.free_block_queue.iter_blocks_after(None), offset, None), None)
+    def victims_after(self, count: int) -> Iterator[KVCacheBlock]:
+        """The slots that `stage` would take after ``count`` others. The free list must not change meanwhile."""
+        return islice(self.pool.free_block_queue.iter_blocks_after(None), count, None)
 
     def stage(self, count: int) -> list[KVCacheBlock]:
         """Take ``count`` slots, each with one reference for the caller. ``ValueError`` if there are fewer."""

@@ -57,10 +57,10 @@ class Transfer:
            └────────────────────────────────► DISCARDED
 
     It ends once, in DONE, FAILED or DISCARDED, and its end releases both leases. ``keys[i]`` are the
-    keys that target block i gets (stores only).
+    keys that target block i gets (stores only). ``device_to_front``: being copied is no sign of use.
     """
 
-    __slots__ = ("_device", "_front", "_state", "_tier", "keys", "owner")
+    __slots__ = ("_device", "_front", "_state", "_tier", "keys", "owner", "request_id")
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Transfer:
         tier: Lease,
         keys: Sequence[tuple[StagedKey, ...]] = (),
         *,
+        request_id: str | None = None,
         device_to_front: bool = False,
     ) -> None:
         check(
@@ -80,6 +81,7 @@ class Transfer:
             f"transfer of {owner}: {len(keys)} key sets for {len(tier.blocks)} blocks",
         )
         self.owner = owner
+        self.request_id = request_id
         self.keys = list(keys)
         self._device = device
         self._tier = tier

@@ -138,6 +138,24 @@ class CopyBackend(ABC):
         return
 
 
+class RegionCopyBackend(CopyBackend):
+    """A backend between two sets of regions with the same names."""
+
+    @abstractmethod
+    def init(
+        self,
+        gpu_caches: Regions,
+        cpu_caches: Regions,
+        device: torch.device,
+        load_stream: torch.cuda.Stream | None = None,
+        store_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Bind the regions and start. Streams mean something only to backends of a CUDA device.
+
+        Raises ``ValueError`` if the regions do not match or are not where the backend can reach them.
+        """
+
+
 class Run(NamedTuple):
     """``length`` consecutive source blocks going to consecutive target blocks."""
 

@@ -38,6 +38,13 @@ class HostCopier:
         ]
         self._blocks_per_piece = max(1, PIECE_BYTES // max(1, bytes_per_block(device_regions)))
 
+    def wait_and_copy(self, job: CopyJob) -> None:
+        """The whole job: wait for its mark, move its bytes, resolve its result. Raises what goes wrong."""
+        if job.wait_event is not None:
+            job.wait_event.synchronize()
+        self.copy(job)
+        job.result.resolve()
+
     def copy(self, job: CopyJob) -> None:
         """Move all bytes of the job unless its result is resolved meanwhile. Raises on bad block ids."""
         source, target = self._device_regions, self._tier_regions

@@ -6,21 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm.utils.clock import Clock
 from vllm.v1.simple_kv_offload.copy_backends.base import (
-    CopyBackend,
     CopyError,
     CopyJob,
     EventsList,
+    RegionCopyBackend,
     Regions,
     WaitEvent,
 )
 from vllm.v1.simple_kv_offload.copy_backends.host_copy import HostCopier
 
 
-class InlineCopyBackend(CopyBackend):
+class InlineCopyBackend(RegionCopyBackend):
     """Every job is over when ``launch_copy`` returns. The oracle for the other backends."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None, deadline_s: float = 0.0) -> None:
+        """Nothing can hang here, so neither argument matters; they make all backends alike."""
         self._copier: HostCopier | None = None
 
     def init(
@@ -28,8 +30,8 @@ class InlineCopyBackend(CopyBackend):
         gpu_caches: Regions,
         cpu_caches: Regions,
         device: torch.device,
-        load_stream: object = None,
-        store_stream: object = None,
+        load_stream: torch.cuda.Stream | None = None,
+        store_stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Bind the regions; both must be in host memory. Streams have no meaning here."""
         self._copier = HostCopier(gpu_caches, cpu_caches)
@@ -47,10 +49,7 @@ class InlineCopyBackend(CopyBackend):
         try:
             if self._copier is None:
                 raise CopyError("the copy backend is not initialised or was shut down")
-            if wait_event is not None:
-                wait_event.synchronize()
-            self._copier.copy(job)
-            job.result.resolve()
+            self._copier.wait_and_copy(job)
         except Exception as error:
             job.result.resolve(error)
         events_list.append((event_idx, job.result))

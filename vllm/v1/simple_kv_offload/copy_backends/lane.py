@@ -80,10 +80,7 @@ class _Thread:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
-                if job.wait_event is not None:
-                    job.wait_event.synchronize()
                 self._work(job)
-                job.result.resolve()
             except Exception as error:  # the thread's edge: an error is a result
                 job.result.resolve(error)
 
@@ -91,8 +88,9 @@ class _Thread:
 class CopyLane:
     """Jobs in order on one thread. A dead or hanging thread fails its jobs and is replaced.
 
-    ``deadline_s`` bounds one job. The replaced thread can do no harm when it wakes up: its job's
-    result is resolved, so it writes nothing more, and its queue is closed.
+    ``work`` resolves the job's result; an exception resolves it as failed. ``deadline_s`` bounds one
+    job. The replaced thread can do no harm when it wakes up: its job's result is resolved, so it
+    writes nothing more, and its queue is closed.
     """
 
     def __init__(self, name: str, work: Callable[[CopyJob], None], clock: Clock, deadline_s: float) -> None:

@@ -8,10 +8,10 @@ import torch
 
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.v1.simple_kv_offload.copy_backends.base import (
-    CopyBackend,
     CopyError,
     CopyJob,
     EventsList,
+    RegionCopyBackend,
     Regions,
     WaitEvent,
 )
@@ -21,7 +21,7 @@ from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
 DEFAULT_DEADLINE_S = 60.0
 
 
-class ThreadedCopyBackend(CopyBackend):
+class ThreadedCopyBackend(RegionCopyBackend):
     """Loads and stores run beside the forward and never wait for each other."""
 
     def __init__(self, clock: Clock | None = None, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
@@ -35,13 +35,13 @@ class ThreadedCopyBackend(CopyBackend):
         gpu_caches: Regions,
         cpu_caches: Regions,
         device: torch.device,
-        load_stream: object = None,
-        store_stream: object = None,
+        load_stream: torch.cuda.Stream | None = None,
+        store_stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Bind the regions (both in host memory) and start the threads. Streams have no meaning here."""
         self._copier = HostCopier(gpu_caches, cpu_caches)
         self._lanes = {
-            is_store: CopyLane(name, self._copier.copy, self._clock, self._deadline_s)
+            is_store: CopyLane(name, self._copier.wait_and_copy, self._clock, self._deadline_s)
             for is_store, name in ((False, "kv-offload-load"), (True, "kv-offload-store"))
         }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_event_types import KVCacheEvent, KVConnectorKVEvents
@@ -158,7 +158,7 @@ class SchedulerHalf(ABC):
     """
 
     # Where external hits are booked unless a connector knows better.
-    _cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
+    _cache_hit_source: CacheHitSource = CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Called once after the manager was built."""

@@ -1,0 +1,266 @@
+"""The public CPU offload connector: joins the scheduler half and the worker half behind the contract.
+
+Owns the options and which half an instance is. It must not decide anything about blocks. Layer L6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_event_types import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_connector_types import KVConnectorStats, KVConnectorWorkerMetadata
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
+from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadPromMetrics, SimpleCPUOffloadStats
+from vllm.v1.simple_kv_offload.options import (
+    DEFAULT_CPU_CAPACITY_BYTES,
+    VALID_KV_OFFLOAD_BACKENDS,
+    OffloadOptions,
+    parse_options,
+)
+from vllm.v1.simple_kv_offload.records import BoundaryStoreStats
+from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
+
+logger = init_logger(__name__)
+
+
+class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
+    """A best-effort copy of the device's prefix cache in host memory or in a file.
+
+    Without prefix caching there is nothing to copy: one warning, and every method does nothing.
+    ``scheduler_manager`` exists in the scheduler half, ``worker_handler`` in the worker half.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.scheduler_manager: SimpleCPUOffloadScheduler | None = None
+        self.worker_handler: SimpleCPUOffloadWorker | None = None
+        world_size = vllm_config.parallel_config.world_size
+        options = parse_options(self._kv_transfer_config.kv_connector_extra_config, world_size)
+        self._cache_hit_source = CacheHitSource.DISK if options.is_disk else CacheHitSource.HOST
+        if not vllm_config.cache_config.enable_prefix_caching:
+            logger.warning_once(
+                "SimpleCPUOffloadConnector is inactive: it copies the prefix cache, and prefix caching is "
+                "off. Pass --enable-prefix-caching to use it."
+            )
+            return
+        if kv_cache_config is None:
+            raise ValueError("SimpleCPUOffloadConnector needs the kv_cache_config")
+        if role is KVConnectorRole.SCHEDULER:
+            _log_options(options, world_size)
+            self.scheduler_manager = _make_manager(vllm_config, kv_cache_config, options)
+        else:
+            self.worker_handler = _make_worker(vllm_config, kv_cache_config, options)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nobody depends on the copies."""
+        return False
+
+    # -- worker half --------------------------------------------------------------------------
+
+    # Tensors and forward contexts belong to the device side of the contract, where they are opaque.
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self.worker_handler is not None:
+            self.worker_handler.register_kv_caches(kv_caches)
+
+    def get_aligned_num_cpu_blocks(self) -> int | None:
+        """The number of blocks all ranks agreed on; None without a registered worker half."""
+        if self.worker_handler is None or self.worker_handler.num_cpu_blocks == 0:
+            return None
+        return self.worker_handler.num_cpu_blocks
+
+    def unregister_kv_caches(self) -> None:
+        if self.worker_handler is not None:
+            self.worker_handler.unregister_kv_caches()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self.worker_handler is not None:
+            self.worker_handler.handle_preemptions(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self.worker_handler is not None:
+            self.worker_handler.bind_connector_metadata(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        if self.worker_handler is not None:
+            self.worker_handler.clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.worker_handler is not None:
+            self.worker_handler.start_load_kv()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are never synchronous."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are stored whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        if self.worker_handler is not None:
+            self.worker_handler.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self.worker_handler is None:
+            return None, None
+        return self.worker_handler.get_finished(finished_req_ids)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self.worker_handler is None:
+            return KVConnectorTransferResults()
+        return self.worker_handler.get_transfer_results(finished_req_ids)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None if self.worker_handler is None else self.worker_handler.build_connector_worker_meta()
+
+    # -- scheduler half -----------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self.scheduler_manager is not None:
+            self.scheduler_manager.bind_gpu_block_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self.scheduler_manager is None:
+            return 0, False
+        return self.scheduler_manager.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self.scheduler_manager is not None:
+            self.scheduler_manager.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self.scheduler_manager is None:
+            return SimpleCPUOffloadMetadata()
+        return self.scheduler_manager.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self.scheduler_manager is not None:
+            self.scheduler_manager.update_connector_output(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self.scheduler_manager is None:
+            return False, None
+        return self.scheduler_manager.request_finished_all_groups(request, block_ids)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self.scheduler_manager is None else self.scheduler_manager.take_events()
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler_manager is not None and self.scheduler_manager.has_pending_block_frees()
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_manager is not None and self.scheduler_manager.has_pending_work()
+
+    def reset_cache(self) -> bool | None:
+        return None if self.scheduler_manager is None else self.scheduler_manager.reset()
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> Sequence[int]:
+        return () if self.scheduler_manager is None else self.scheduler_manager.prefix_cacheable_group_ids
+
+    def get_boundary_store_stats(self) -> BoundaryStoreStats | None:
+        """The tally of the state hand-offs; None in the worker half or without prefix caching."""
+        return None if self.scheduler_manager is None else self.scheduler_manager.get_boundary_store_stats()
+
+    # -- both ---------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None if self.scheduler_manager is None else self.scheduler_manager.get_stats()
+
+    def shutdown(self) -> None:
+        if self.worker_handler is not None:
+            self.worker_handler.shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return SimpleCPUOffloadStats() if data is None else SimpleCPUOffloadStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> SimpleCPUOffloadPromMetrics:
+        return SimpleCPUOffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _make_manager(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: OffloadOptions
+) -> SimpleCPUOffloadScheduler:
+    scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return SimpleCPUOffloadScheduler(
+        vllm_config,
+        kv_cache_config,
+        options.cpu_bytes,
+        scheduler_block_size,
+        hash_block_size,
+        lazy_offload=options.lazy_offload,
+        disk_capacity_bytes=options.disk_capacity_bytes,
+        use_page_cache=options.use_page_cache,
+        num_cpu_blocks=options.num_cpu_blocks,
+        aligned_num_cpu_blocks=vllm_config.cache_config.simple_cpu_offload_num_blocks,
+    )
+
+
+def _make_worker(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: OffloadOptions
+) -> SimpleCPUOffloadWorker:
+    return SimpleCPUOffloadWorker(
+        vllm_config,
+        kv_cache_config,
+        options.cpu_bytes,
+        kv_offload_backend=options.backend,
+        disk_path=options.disk_path,
+        disk_capacity_bytes=options.disk_capacity_bytes,
+        disk_buffer_slots=options.disk_buffer_slots,
+        use_page_cache=options.use_page_cache,
+        num_cpu_blocks=options.num_cpu_blocks,
+        transfer_timeout_s=options.transfer_timeout_s,
+    )
+
+
+def _log_options(options: OffloadOptions, world_size: int) -> None:
+    if options.is_disk:
+        logger.info("KV offload to disk: %.2f GiB per rank", options.disk_capacity_bytes / 1024**3)
+        return
+    logger.info(
+        "KV offload to host memory: %.2f GiB in total, %.2f GiB for each of %d ranks",
+        options.cpu_bytes_server_wide / 1024**3,
+        options.cpu_bytes / 1024**3,
+        world_size,
+    )
+
+
+__all__ = ["DEFAULT_CPU_CAPACITY_BYTES", "VALID_KV_OFFLOAD_BACKENDS", "SimpleCPUOffloadConnector"]

@@ -1,0 +1,174 @@
+"""Copies between device memory and pinned host memory with the device's copy engines.
+
+Owns the two issuing threads and the streams' order. Imports everywhere; needs a CUDA device to be
+initialised. Layer L6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm.utils.clock import Clock, MonotonicClock
+from vllm.v1.simple_kv_offload.copy_backends.base import (
+    CopyError,
+    CopyJob,
+    CopyResult,
+    EventsList,
+    RegionCopyBackend,
+    Regions,
+    WaitEvent,
+    check_blocks,
+)
+from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
+from vllm.v1.simple_kv_offload.copy_backends.threaded import DEFAULT_DEADLINE_S
+from vllm.v1.simple_kv_offload.cuda_mem_ops import (
+    CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
+    CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+    BatchMemcpyParams,
+    build_params,
+    copy_blocks,
+)
+
+
+class DeviceCopyResult(CopyResult):
+    """A result that is decided by the device: once the copies are issued, only their event ends it."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event: torch.cuda.Event | None = None
+
+    def attach(self, event: torch.cuda.Event) -> None:
+        """The copies are in the stream, in front of this event."""
+        self._event = event
+
+    def query(self) -> bool:
+        if self._done.is_set():
+            return True
+        event = self._event
+        if event is None:
+            return False
+        try:
+            if not event.query():
+                return False
+            self.resolve()
+        except RuntimeError as error:  # the device reports a failed copy through its event
+            self.resolve(error)
+        return True
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        if self._event is None and not self._done.wait(timeout_s):
+            return False
+        if self._event is not None and not self._done.is_set():
+            self._event.synchronize()
+        return self.query()
+
+    def give_up(self, error: BaseException, patience_s: float) -> bool:
+        """Copies that the device has been given cannot be taken back; they end with their event."""
+        if self._event is not None:
+            return self.query()
+        return super().give_up(error, patience_s)
+
+
+class DmaCopyBackend(RegionCopyBackend):
+    """Issues batched copies from one thread per direction; loads and stores have a stream each."""
+
+    def __init__(self, clock: Clock | None = None, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        self._clock = clock or MonotonicClock()
+        self._deadline_s = deadline_s
+        self._lanes: dict[bool, CopyLane] = {}
+
+    def init(
+        self,
+        gpu_caches: Regions,
+        cpu_caches: Regions,
+        device: torch.device,
+        load_stream: torch.cuda.Stream | None = None,
+        store_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        if set(gpu_caches) != set(cpu_caches):
+            raise ValueError(
+                f"regions differ: device has {sorted(gpu_caches)}, host has {sorted(cpu_caches)}"
+            )
+        if load_stream is None or store_stream is None:
+            raise ValueError("the DMA backend needs a stream per direction")
+        # Host memory does not change under a load, so the source may be read in any order; a store
+        # must read the device only when its stream has reached it.
+        load = build_params(cpu_caches, gpu_caches, load_stream, CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+        store = build_params(gpu_caches, cpu_caches, store_stream, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+        self._lanes = {
+            False: self._lane("load", device, load_stream, load, (cpu_caches, gpu_caches)),
+            True: self._lane("store", device, store_stream, store, (gpu_caches, cpu_caches)),
+        }
+
+    def _lane(
+        self,
+        name: str,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        params: BatchMemcpyParams,
+        regions: tuple[Regions, Regions],
+    ) -> CopyLane:
+        work = _issuer(device, stream, params, regions)
+        return CopyLane(f"kv-offload-dma-{name}", work, self._clock, self._deadline_s)
+
+    def launch_copy(
+        self,
+        src_blocks: Sequence[int],
+        dst_blocks: Sequence[int],
+        is_store: bool,
+        event_idx: int,
+        events_list: EventsList,
+        wait_event: WaitEvent | None = None,
+    ) -> None:
+        job = CopyJob(
+            tuple(src_blocks), tuple(dst_blocks), is_store, event_idx, wait_event, DeviceCopyResult()
+        )
+        events_list.append((event_idx, job.result))
+        if not self._lanes:
+            job.result.resolve(CopyError("the copy backend is not initialised or was shut down"))
+            return
+        self._lanes[is_store].submit(job)
+
+    def check_health(self) -> None:
+        for lane in self._lanes.values():
+            lane.check_health()
+
+    def shutdown(self) -> None:
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.shutdown()
+        if lanes:
+            # Nothing may be freed while the device still copies.
+            torch.cuda.synchronize()
+
+
+def _issuer(
+    device: torch.device,
+    stream: torch.cuda.Stream,
+    params: BatchMemcpyParams,
+    regions: tuple[Regions, Regions],
+) -> Callable[[CopyJob], None]:
+    source, target = regions
+
+    def issue(job: CopyJob) -> None:
+        result = job.result
+        assert isinstance(result, DeviceCopyResult)
+        torch.cuda.set_device(device)
+        check_blocks(job, source, target)
+        with result.guard:
+            if result.query():
+                return
+            if isinstance(job.wait_event, torch.cuda.Event):
+                stream.wait_event(job.wait_event)
+            elif job.wait_event is not None:
+                job.wait_event.synchronize()
+            copy_blocks(job.src_blocks, job.dst_blocks, params)
+            event = torch.cuda.Event()
+            event.record(stream)
+            result.attach(event)
+
+    return issue

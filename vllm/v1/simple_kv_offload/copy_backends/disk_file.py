@@ -1,0 +1,165 @@
+"""A file of fixed slots with a checksum per slot: exclusive, private, gone after use.
+
+Owns the file and its checksums. It must not know devices or jobs. Layer L6.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import mmap
+import os
+import stat
+import time
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.logger import init_logger
+from vllm.v1.simple_kv_offload.copy_backends.base import CopyError
+
+logger = init_logger(__name__)
+
+DIRECT_IO_ALIGNMENT = 4096
+# A file without an owner that is younger than this may just be starting up.
+STALE_AFTER_S = 60.0
+
+Bytes = npt.NDArray[np.int8]
+
+
+class SlotFile:
+    """``num_slots`` slots of ``slot_bytes`` bytes; slot i starts at byte ``i * slot_bytes``.
+
+    Created exclusively with mode 0600 and locked for the owner's life; removed by `close`. Reads and
+    writes go on until all bytes are through. Raises ``ValueError`` for slot sizes that direct I/O
+    cannot handle and ``OSError`` if the file cannot be made.
+    """
+
+    def __init__(self, path: str, num_slots: int, slot_bytes: int, use_page_cache: bool) -> None:
+        if not use_page_cache and slot_bytes % DIRECT_IO_ALIGNMENT != 0:
+            raise ValueError(
+                f"direct I/O needs blocks of a multiple of {DIRECT_IO_ALIGNMENT} bytes, got {slot_bytes}; "
+                "set use_page_cache=true"
+            )
+        self.path = path
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self._checksums: list[int | None] = [None] * num_slots
+        self.is_direct = not use_page_cache
+        self._fd = self._create()
+
+    def _create(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(self.path, flags | (os.O_DIRECT if self.is_direct else 0), 0o600)
+        except OSError as error:
+            if not self.is_direct or error.errno != errno.EINVAL:
+                raise
+            logger.warning("KV offload: %s does not support direct I/O; the page cache is used.", self.path)
+            # The failed attempt may have left the file behind.
+            if os.path.lexists(self.path) and os.lstat(self.path).st_size == 0:
+                os.unlink(self.path)
+            self.is_direct = False
+            fd = os.open(self.path, flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, self.num_slots * self.slot_bytes)
+        except OSError:
+            os.close(fd)
+            os.unlink(self.path)
+            raise
+        return fd
+
+    def write(self, first_slot: int, data: Bytes) -> None:
+        """Write consecutive slots; ``data`` is ``[slots, slot_bytes]``, aligned for direct I/O."""
+        slots = range(first_slot, first_slot + data.shape[0])
+        for slot in slots:
+            self._checksums[slot] = None
+        self._transfer(first_slot, data, is_write=True)
+        for row, slot in enumerate(slots):
+            self._checksums[slot] = zlib.crc32(data[row])
+
+    def read(self, first_slot: int, data: Bytes) -> None:
+        """Read consecutive slots into ``data``; `CopyError` naming the slots whose bytes are not what was written."""
+        slots = range(first_slot, first_slot + data.shape[0])
+        try:
+            self._transfer(first_slot, data, is_write=False)
+        except OSError as error:
+            raise CopyError(
+                f"reading slots {slots} of {self.path} failed: {error}", frozenset(slots)
+            ) from error
+        bad = frozenset(
+            slot for row, slot in enumerate(slots) if self._checksums[slot] != zlib.crc32(data[row])
+        )
+        if bad:
+            raise CopyError(f"checksum mismatch in slots {sorted(bad)} of {self.path}", bad)
+
+    def _transfer(self, first_slot: int, data: Bytes, is_write: bool) -> None:
+        view = memoryview(data.reshape(-1).view(np.uint8).data)
+        offset = first_slot * self.slot_bytes
+        done = 0
+        while done < len(view):
+            rest = view[done:]
+            if is_write:
+                count = os.pwrite(self._fd, rest, offset + done)
+            else:
+                count = os.preadv(self._fd, [rest], offset + done)
+            if count <= 0:
+                raise OSError(errno.EIO, f"only {done} of {len(view)} bytes transferred")
+            done += count
+
+    def close(self, keep_open: bool = False) -> None:
+        """Remove the file. ``keep_open`` leaves the descriptor to a thread that may still use it. Idempotent."""
+        if self._fd < 0:
+            return
+        try:
+            os.unlink(self.path)
+        except FileNotFoundError:
+            logger.warning("KV offload: %s was removed by someone else.", self.path)
+        if not keep_open:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def staging(num_slots: int, slot_bytes: int) -> Bytes:
+    """Page-aligned scratch memory ``[num_slots, slot_bytes]``."""
+    return np.frombuffer(mmap.mmap(-1, num_slots * slot_bytes), dtype=np.int8).reshape(num_slots, slot_bytes)
+
+
+def remove_stale_files(path: str) -> list[str]:
+    """Remove files of dead engines beside ``path``: same prefix, not locked, not fresh.
+
+    ``path`` is ``<prefix>.<engine>.rank_<n>``. Symbolic links, live and fresh files stay; an error
+    with one file is logged and does not stop the start-up.
+    """
+    head, separator, _ = path.rpartition(".rank_")
+    prefix = head.rpartition(".")[0]
+    if not separator or not prefix:
+        return []
+    removed = []
+    for candidate in sorted(glob.glob(f"{glob.escape(prefix)}.*.rank_*")):
+        try:
+            if candidate != path and _is_stale(candidate):
+                os.unlink(candidate)
+                removed.append(candidate)
+        except OSError as error:
+            logger.warning("KV offload: cannot clean up %s: %s", candidate, error)
+    if removed:
+        logger.info("KV offload: removed %d files of engines that are gone", len(removed))
+    return removed
+
+
+def _is_stale(path: str) -> bool:
+    info = os.lstat(path)
+    if not stat.S_ISREG(info.st_mode) or time.time() - info.st_mtime < STALE_AFTER_S:
+        return False
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False  # its engine is alive
+    finally:
+        os.close(fd)
+    return True

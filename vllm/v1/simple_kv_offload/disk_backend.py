@@ -1,0 +1,20 @@
+"""Public name of the disk backend, and where its file lies. Layer L6."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from vllm.config import VllmConfig
+from vllm.v1.simple_kv_offload.copy_backends.disk import DiskBackend
+
+
+def disk_file_path(disk_path: str, vllm_config: VllmConfig | None) -> str:
+    """The file of this rank of this engine: two engines never share one, whatever devices they see."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    transfer_config = None if vllm_config is None else vllm_config.kv_transfer_config
+    if transfer_config is None or transfer_config.engine_id is None:
+        return f"{disk_path}.rank_{rank}"
+    return f"{disk_path}.{transfer_config.engine_id}.rank_{rank}"
+
+
+__all__ = ["DiskBackend", "disk_file_path"]

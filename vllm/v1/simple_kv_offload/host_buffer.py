@@ -1,0 +1,69 @@
+"""Host memory of a tier: aligned, zeroed, pinned where a device can use it.
+
+Owns allocation and release of the memory. Who may use a slot when is the manager's business: its
+leases last until a copy has ended. Layer L6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+# Page alignment: what direct I/O and registration with a device want.
+ALIGNMENT_BYTES = 4096
+
+Pin = Callable[[torch.Tensor], bool]
+Unpin = Callable[[torch.Tensor], None]
+
+
+class HostBuffer:
+    """One zeroed int8 tensor ``[num_blocks, bytes]`` per region."""
+
+    def __init__(
+        self,
+        region_bytes: Mapping[str, int],
+        num_blocks: int,
+        pin: Pin | None = None,
+        unpin: Unpin | None = None,
+    ) -> None:
+        """Allocate; ``pin`` registers a tensor with the device and says whether it could."""
+        self._unpin = unpin
+        self._pinned: list[torch.Tensor] = []
+        self.regions: dict[str, torch.Tensor] = {}
+        for name, size in region_bytes.items():
+            region = aligned_zeros(num_blocks, size)
+            self.regions[name] = region
+            if pin is not None and pin(region):
+                self._pinned.append(region)
+        if pin is not None and len(self._pinned) < len(self.regions):
+            logger.warning(
+                "KV offload: %d of %d host regions are not pinned; copies through them are slower.",
+                len(self.regions) - len(self._pinned),
+                len(self.regions),
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all regions."""
+        return sum(region.numel() for region in self.regions.values())
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent; no copy may be under way."""
+        pinned, self._pinned = self._pinned, []
+        for region in pinned:
+            if self._unpin is not None:
+                self._unpin(region)
+        self.regions = {}
+
+
+def aligned_zeros(num_rows: int, row_bytes: int, alignment: int = ALIGNMENT_BYTES) -> torch.Tensor:
+    """A zeroed int8 tensor ``[num_rows, row_bytes]`` whose first byte is aligned."""
+    size = num_rows * row_bytes
+    raw = torch.zeros(size + alignment, dtype=torch.int8)
+    shift = -raw.data_ptr() % alignment
+    return raw[shift : shift + size].view(num_rows, row_bytes)

@@ -1,0 +1,151 @@
+"""The load half of the manager: accepted loads from the order to the last report.
+
+Owns the leases of loads. It must not know stores nor how a promise was found. Layer L4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
+from vllm.v1.core.block_lease import Lease
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.lookup import Promises
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
+from vllm.v1.simple_kv_offload.tier import Tier
+from vllm.v1.simple_kv_offload.transfer import Transfer, TransferState
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class Load:
+    """One request's load. ``finished``: the request ended before its load."""
+
+    request: Request
+    transfer: Transfer
+    event: int | None = None
+    finished: bool = False
+
+
+class LoadSide:
+    """At most one load per request; it lives until all ranks have reported the request.
+
+    The blocks of both tiers stay leased until then, also if the request is aborted meanwhile.
+    """
+
+    def __init__(self, tier: Tier, device: BlockPool, promises: Promises) -> None:
+        self.loads: dict[str, Load] = {}
+        self.abandoned: dict[str, Load] = {}
+        self.undeliverable: list[str] = []
+        self.blocks_loaded = 0
+        self.failures = 0
+        self._tier = tier
+        self._device = device
+        self._promises = promises
+        self._next_event = 0
+
+    def owns(self, request_id: str) -> bool:
+        """Whether a load of this request has not ended."""
+        return request_id in self.loads or request_id in self.abandoned
+
+    def accept(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
+        """The scheduler took ``num_tokens`` of the promise and allocated ``blocks`` for the request.
+
+        What cannot be delivered is reported by the workers as a failed load: the scheduler has
+        counted on it already.
+        """
+        accepted = self._promises.accept(request, num_tokens)
+        if accepted is None:
+            logger.error(
+                "KV offload: %d tokens of request %s cannot be delivered; the load is reported as failed.",
+                num_tokens,
+                request.request_id,
+            )
+            self.undeliverable.append(request.request_id)
+            return
+        plan, lease = accepted
+        owner = f"load of {request.request_id}"
+        pairs = [
+            (slot, target)
+            for slot, (group, index) in zip(plan.tier_blocks, plan.positions, strict=True)
+            # Out of the window at the end of the prefix: nothing will read it.
+            if not (target := blocks.blocks[group][index]).is_null
+        ]
+        source = Lease(self._tier.pool, [slot for slot, _ in pairs], owner)
+        lease.release()
+        target_lease = Lease(self._device, [target for _, target in pairs], owner)
+        transfer = Transfer(owner, target_lease, source, request_id=request.request_id)
+        self.loads[request.request_id] = Load(request, transfer)
+
+    def order(self, metadata: SimpleCPUOffloadMetadata) -> None:
+        """Put the accepted loads into the step's orders, under one event."""
+        metadata.failed_load_reqs, self.undeliverable = self.undeliverable, []
+        fresh = [load for load in self.loads.values() if load.event is None]
+        if not fresh:
+            return
+        event, self._next_event = self._next_event, self._next_event + 1
+        for load in fresh:
+            load.event = event
+            load.transfer.submit()
+            metadata.load_gpu_blocks += [block.block_id for block in load.transfer.device_blocks]
+            metadata.load_cpu_blocks += [block.block_id for block in load.transfer.tier_blocks]
+            metadata.load_block_counts.append(len(load.transfer))
+        metadata.load_event = event
+        metadata.load_event_to_reqs = {event: [load.request.request_id for load in fresh]}
+
+    def finish_request(self, request_id: str) -> None:
+        """The request ended; a load that was not sent yet is dropped, one under way keeps its blocks."""
+        load = self.loads.get(request_id)
+        if load is None:
+            return
+        if load.event is None:
+            del self.loads[request_id]
+            load.transfer.discard()
+        else:
+            load.finished = True
+
+    def report(self, received: Iterable[str], failed: Iterable[str], bad_slots: Iterable[int]) -> None:
+        """All ranks have reported these requests. Unknown ids (other connectors', stale ones) are ignored."""
+        unusable = set(bad_slots)
+        failures = set(failed)
+        for request_id in sorted(received):
+            load = self.loads.pop(request_id, None) or self.abandoned.pop(request_id, None)
+            if load is None:
+                continue
+            ok = request_id not in failures
+            if not ok:
+                self._disown(load, unusable)
+            wanted = load.transfer.state is TransferState.SUBMITTED
+            size = len(load.transfer)
+            load.transfer.finish(ok=ok)
+            if wanted and ok:
+                self.blocks_loaded += size
+        if unusable:
+            self._tier.pool.evict_blocks(sorted(unusable))
+
+    def _disown(self, load: Load, bad_slots: set[int]) -> None:
+        """A failed source must not be promised again: the bad slots if they are known, else all of them."""
+        self.failures += 1
+        own = {block.block_id for block in load.transfer.tier_blocks}
+        if not own & bad_slots:
+            self._tier.pool.evict_blocks(sorted(own))
+
+    def reset(self) -> bool:
+        """Drop unsent loads, abandon running ones; True if none is running."""
+        for request_id, load in list(self.loads.items()):
+            del self.loads[request_id]
+            if load.event is None:
+                load.transfer.discard()
+            else:
+                load.transfer.abandon()
+                self.abandoned[request_id] = load
+        return not self.abandoned
+
+    @property
+    def has_orphans(self) -> bool:
+        """Whether a load runs whose request has ended: only further steps can collect it."""
+        return any(load.finished for load in (*self.loads.values(), *self.abandoned.values()))

@@ -1,0 +1,343 @@
+"""The scheduler half of the CPU offload: joins lookup, loads and stores behind the public contract.
+
+Owns the order in which the parts are asked. The parts decide: `lookup` what can be loaded,
+`store_policy` what is worth a copy, `transfer` when blocks are let go. It must not move bytes, read
+clocks or keep a policy of its own. Layer L4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_event_types import MEDIUM_CPU, MEDIUM_STORAGE, KVCacheEvent
+from vllm.logger import init_logger
+from vllm.utils.checks import check
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheSpecKind,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+    is_full_attention_spec,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.simple_kv_offload.capacity import blocks_for_bytes, choose_num_blocks, gpu_total_bytes
+from vllm.v1.simple_kv_offload.load_side import LoadSide
+from vllm.v1.simple_kv_offload.lookup import Promises
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
+from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadStats
+from vllm.v1.simple_kv_offload.options import check_num_cpu_blocks
+from vllm.v1.simple_kv_offload.records import (
+    BlockStoreMeta,
+    BoundaryStoreStats,
+    LoadRequestState,
+    TransferMeta,
+)
+from vllm.v1.simple_kv_offload.reporting import StatsReporter
+from vllm.v1.simple_kv_offload.store_policy import StoreRequestState, select_endangered
+from vllm.v1.simple_kv_offload.store_side import StoreSide
+from vllm.v1.simple_kv_offload.tier import Tier, TierGeometry
+from vllm.v1.simple_kv_offload.views import ManagerViews
+
+logger = init_logger(__name__)
+
+
+class SimpleCPUOffloadScheduler(ManagerViews):
+    """Keeps a best-effort copy of the device's prefix cache in one lower tier.
+
+    ``cpu_capacity_bytes`` are per rank; ``disk_capacity_bytes > 0`` selects the disk instead.
+    ``num_cpu_blocks`` replaces sizing by bytes, ``aligned_num_cpu_blocks`` is what the ranks agreed on.
+    Raises ``ValueError`` for capacities or models it cannot work with.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        cpu_capacity_bytes: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        lazy_offload: bool = False,
+        disk_capacity_bytes: int = 0,
+        use_page_cache: bool = False,
+        num_cpu_blocks: int | None = None,
+        aligned_num_cpu_blocks: int | None = None,
+    ) -> None:
+        self.lazy_offload = lazy_offload
+        self.fa_gidx = find_full_attention_group(kv_cache_config)
+        is_disk = disk_capacity_bytes > 0
+        num_blocks = choose_num_blocks(
+            blocks_for_bytes(
+                disk_capacity_bytes if is_disk else cpu_capacity_bytes,
+                kv_cache_config.num_blocks,
+                gpu_total_bytes(kv_cache_config),
+            ),
+            check_num_cpu_blocks(num_cpu_blocks),
+            aligned_num_cpu_blocks,
+        )
+        self.tier = Tier(
+            kv_cache_config,
+            geometry(
+                vllm_config,
+                num_blocks=num_blocks,
+                medium=MEDIUM_STORAGE if is_disk else MEDIUM_CPU,
+                block_sizes=(scheduler_block_size, hash_block_size),
+                allow_partial_hits=not lazy_offload,
+            ),
+        )
+        self.hash_block_size = hash_block_size
+        self.promises = Promises(self.tier, scheduler_block_size, hash_block_size)
+        self.expected_worker_count: int = vllm_config.parallel_config.world_size
+        self.target_free = estimate_lazy_target_blocks(
+            kv_cache_config,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            vllm_config.parallel_config.decode_context_parallel_size,
+        )
+        self.lazy_cursor_id: int | None = None
+        self.reporter = StatsReporter(is_disk, use_page_cache, lazy_offload, num_blocks)
+        # Both sides need the device's pool, which exists only after the manager: see bind_gpu_block_pool.
+        self._store_side: StoreSide | None = None
+        self._load_side: LoadSide | None = None
+        logger.info("KV offload: %d %s blocks per rank, %s mode", num_blocks, self.tier.medium, self._mode)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Called once, before any request: the pool whose blocks are copied."""
+        check(self._store_side is None, "the device block pool is already bound")
+        self._store_side = StoreSide(
+            self.tier, gpu_block_pool, self.hash_block_size, self.expected_worker_count
+        )
+        self._load_side = LoadSide(self.tier, gpu_block_pool, self.promises)
+
+    @property
+    def store_side(self) -> StoreSide:
+        """The store half."""
+        assert self._store_side is not None, "bind_gpu_block_pool was not called"
+        return self._store_side
+
+    @property
+    def load_side(self) -> LoadSide:
+        """The load half."""
+        assert self._load_side is not None, "bind_gpu_block_pool was not called"
+        return self._load_side
+
+    # -- loads --------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens the tier holds behind the local prefix, promised to this request; loads are asynchronous.
+
+        ``None`` while an earlier load under the same id has not ended.
+        """
+        if self.load_side.owns(request.request_id):
+            return None, False
+        num_tokens = self.promises.lookup(request, num_computed_tokens)
+        self.reporter.looked_up(max(0, request.num_tokens - 1 - num_computed_tokens))
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """The request was admitted with so many of the promised tokens; called again with 0 later."""
+        if not self.lazy_offload:
+            self.store_side.track(request)
+        if num_external_tokens > 0:
+            self.load_side.accept(request, blocks, num_external_tokens)
+            self.reporter.accepted(num_external_tokens)
+        else:
+            self.promises.withdraw(request.request_id)
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SimpleCPUOffloadMetadata:
+        """The orders of this step."""
+        metadata = SimpleCPUOffloadMetadata()
+        self.load_side.order(metadata)
+        self.plan_stores(scheduler_output)
+        submitted = self.store_side.submit()
+        if submitted is not None:
+            metadata.store_event, transfers = submitted
+            for transfer in transfers:
+                metadata.store_gpu_blocks += [block.block_id for block in transfer.device_blocks]
+                metadata.store_cpu_blocks += [block.block_id for block in transfer.tier_blocks]
+        return metadata
+
+    def plan_stores(self, scheduler_output: SchedulerOutput) -> None:
+        """Plan what the policy wants copied in this step."""
+        if self.lazy_offload:
+            self._plan_endangered()
+            return
+        self.store_side.update_tables(scheduler_output)
+        self.store_side.plan_step(scheduler_output)
+
+    def _plan_endangered(self) -> None:
+        """Copy cached blocks before they are handed out; they stay out of reach until that is done.
+
+        At most half of the free blocks at a time, so that the scheduler is not left without any.
+        """
+        side = self.store_side
+        chosen = side.new_selection(None)
+        chosen.room = min(chosen.room, max(1, side.stores.device.get_num_free_blocks() // 2))
+        last = select_endangered(side.stores, self.target_free, chosen)
+        self.lazy_cursor_id = None if last is None else last.block_id
+        # A lease gives its blocks back last first; the oldest must end up frontmost again.
+        side.plan(chosen.candidates[::-1], None, to_front=True)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """The workers' combined report of a processed step."""
+        report = connector_output.kv_connector_worker_meta
+        bad_slots: set[int] = set()
+        if isinstance(report, SimpleCPUOffloadWorkerMetadata):
+            bad_slots = report.bad_cpu_blocks
+            self.store_side.report(report.failed_store_events, ok=False)
+            self.store_side.report(report.completed_store_events, ok=True)
+        self.load_side.report(
+            connector_output.finished_recving or (), connector_output.failed_recving or (), bad_slots
+        )
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Events of the tier since the last call."""
+        return self.tier.take_events()
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """`request_finished_all_groups` of a model with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """The request ended; never delays the release of its blocks, leases keep what is needed.
+
+        After an error nothing of it is stored, and what it stored itself is forgotten.
+        """
+        request_id = request.request_id
+        self.promises.withdraw(request_id)
+        self.load_side.finish_request(request_id)
+        if request.status is RequestStatus.FINISHED_ERROR:
+            self.store_side.fail_request(request_id)
+        else:
+            self.store_side.finish_request(request, block_ids)
+        return False, None
+
+    def reset(self) -> bool:
+        """Make everything stored so far unfindable at once.
+
+        False if copies were under way: their blocks come back when they end, their results are not
+        used. Running requests go on and are stored again from here on.
+        """
+        self.promises.withdraw_all()
+        loads_idle = self.load_side.reset()
+        stores_idle = self.store_side.reset()
+        self.lazy_cursor_id = None
+        held = self.tier.pool.invalidate_prefix_cache()
+        return loads_idle and stores_idle and held == 0
+
+    # -- figures ------------------------------------------------------------------------------
+
+    def has_pending_stores(self) -> bool:
+        """Whether a store is planned, running, or abandoned but not over."""
+        return self.store_side.has_work
+
+    def has_pending_work(self) -> bool:
+        """Whether only further steps can collect a copy."""
+        return self.store_side.has_work or self.load_side.has_orphans
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether a running store will give blocks back to the device's free list."""
+        return self.store_side.holds_idle_device_blocks()
+
+    def get_stats(self) -> SimpleCPUOffloadStats | None:
+        """Figures since the last call."""
+        if self._store_side is None:
+            return None
+        return self.reporter.report(self.tier, self.store_side, self.load_side)
+
+    def get_boundary_store_stats(self) -> BoundaryStoreStats:
+        """The tally of the state hand-offs since the start."""
+        return self.store_side.boundary.stats
+
+    @staticmethod
+    def _estimate_lazy_target_blocks(
+        kv_cache_config: KVCacheConfig, max_num_batched_tokens: int, cp_world_size: int = 1
+    ) -> int:
+        return estimate_lazy_target_blocks(kv_cache_config, max_num_batched_tokens, cp_world_size)
+
+    @property
+    def _mode(self) -> str:
+        return "lazy" if self.lazy_offload else "eager"
+
+
+def geometry(
+    vllm_config: VllmConfig,
+    *,
+    num_blocks: int,
+    medium: str,
+    block_sizes: tuple[int, int],
+    allow_partial_hits: bool,
+) -> TierGeometry:
+    """The tier's numbers out of the public configuration, read once."""
+    parallel = vllm_config.parallel_config
+    events = vllm_config.kv_events_config
+    speculative = vllm_config.speculative_config
+    model = vllm_config.model_config
+    scheduler_block_size, hash_block_size = block_sizes
+    return TierGeometry(
+        num_blocks=num_blocks,
+        medium=medium,
+        scheduler_block_size=scheduler_block_size,
+        hash_block_size=hash_block_size,
+        # The tier never admits requests, so a length is only asked for form's sake.
+        max_model_len=(model.max_model_len if model is not None else None) or scheduler_block_size,
+        max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+        use_eagle=speculative is not None and speculative.use_eagle_block_drop(),
+        dcp_world_size=parallel.decode_context_parallel_size,
+        pcp_world_size=parallel.prefill_context_parallel_size,
+        num_hash_lookahead_tokens=vllm_config.num_hash_lookahead_tokens,
+        allow_partial_hits=allow_partial_hits,
+        enable_events=events is not None and events.enable_kv_cache_events,
+    )
+
+
+def find_full_attention_group(kv_cache_config: KVCacheConfig) -> int:
+    """The first cacheable group of full attention; ``ValueError`` without one."""
+    for group_id in kv_cache_config.prefix_cacheable_group_ids:
+        if is_full_attention_spec(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec):
+            return group_id
+    raise ValueError("SimpleCPUOffloadConnector needs a prefix-cacheable group with full attention")
+
+
+def estimate_lazy_target_blocks(
+    kv_cache_config: KVCacheConfig, max_num_batched_tokens: int, cp_world_size: int = 1
+) -> int:
+    """Free blocks that should be covered by copies: what two steps may take from every cacheable group."""
+    blocks = 0
+    for group in kv_cache_config.prefix_cacheable_groups:
+        spec = group.kv_cache_spec
+        size = spec.block_size * (cp_world_size if spec.dcp_sharded else 1)
+        window = get_kv_cache_spec_sliding_window(spec)
+        if get_kv_cache_spec_kind(spec) is KVCacheSpecKind.MAMBA:
+            blocks += 2
+        elif window is not None:
+            blocks += cdiv(window, size) + 1
+        else:
+            blocks += cdiv(max_num_batched_tokens, size)
+    return 2 * blocks
+
+
+__all__ = [
+    "BlockStoreMeta",
+    "BoundaryStoreStats",
+    "LoadRequestState",
+    "SimpleCPUOffloadScheduler",
+    "StoreRequestState",
+    "TransferMeta",
+]

@@ -1,0 +1,62 @@
+"""Turns the state of the offload into the statistics of an interval. Layer L4."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vllm.v1.simple_kv_offload.load_side import LoadSide
+from vllm.v1.simple_kv_offload.metrics import OUTCOME_TO_FIELD, MetricName, SimpleCPUOffloadStats
+from vllm.v1.simple_kv_offload.store_side import StoreSide
+from vllm.v1.simple_kv_offload.tier import Tier
+
+
+class StatsReporter:
+    """Counts lookups, and reports running totals of the parts as increases since the last report."""
+
+    def __init__(self, is_disk: bool, use_page_cache: bool, lazy_offload: bool, num_blocks: int) -> None:
+        self.info_labelvalues = (
+            "disk" if is_disk else "cpu",
+            str(use_page_cache).lower(),
+            str(lazy_offload).lower(),
+            str(num_blocks),
+        )
+        self._lookup_tokens = 0
+        self._hit_tokens = 0
+        self._reported: dict[tuple[str, tuple[str, ...]], int] = {}
+
+    def looked_up(self, num_tokens: int) -> None:
+        """A request asked for so many tokens."""
+        self._lookup_tokens += num_tokens
+
+    def accepted(self, num_tokens: int) -> None:
+        """So many promised tokens were taken."""
+        self._hit_tokens += num_tokens
+
+    def report(self, tier: Tier, stores: StoreSide, loads: LoadSide) -> SimpleCPUOffloadStats:
+        """Figures since the last call."""
+        stats = SimpleCPUOffloadStats()
+        boundary = dataclasses.asdict(stores.boundary.stats)
+        for outcome, field in OUTCOME_TO_FIELD.items():
+            self._add(stats, MetricName.SAVE_OUTCOMES, boundary[field], (outcome,))
+        ledger = stores.ledger
+        for result, total in (
+            ("stored", ledger.stored),
+            ("failed", ledger.failed),
+            ("dropped", ledger.dropped),
+        ):
+            self._add(stats, MetricName.STORE_BLOCKS, total, (result,))
+        self._add(stats, MetricName.LOAD_BLOCKS, loads.blocks_loaded)
+        self._add(stats, MetricName.LOAD_FAILURES, loads.failures)
+        self._add(stats, MetricName.LOOKUP_TOKENS, self._lookup_tokens)
+        self._add(stats, MetricName.HIT_TOKENS, self._hit_tokens)
+        self._add(stats, MetricName.EVICTED_BLOCKS, tier.evictions)
+        stats.set_gauge(MetricName.USED_BLOCKS, tier.num_held)
+        stats.set_gauge(MetricName.PENDING_STORE_BLOCKS, stores.num_pending_blocks)
+        stats.set_gauge(MetricName.CACHED_ENTRIES, len(tier.pool.cached_block_hash_to_block))
+        stats.set_gauge(MetricName.INFO, 1, self.info_labelvalues)
+        return stats
+
+    def _add(self, stats: SimpleCPUOffloadStats, name: str, total: int, labels: tuple[str, ...] = ()) -> None:
+        key = (name, labels)
+        stats.increase_counter(name, total - self._reported.get(key, 0), labels)
+        self._reported[key] = total

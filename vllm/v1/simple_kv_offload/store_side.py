@@ -1,0 +1,273 @@
+"""The store half of the manager: tracked requests, planned and running stores, and their ends.
+
+Owns cursors, leases of stores and the ledger. It must not know loads, lookups or configuration. Layer L4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
+from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.core.block_lease import Lease
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.boundary import BoundaryStores, HandOff
+from vllm.v1.simple_kv_offload.patrol import HolePatrol
+from vllm.v1.simple_kv_offload.records import StoreLedger
+from vllm.v1.simple_kv_offload.store_policy import (
+    BlockTable,
+    Candidate,
+    Selection,
+    StoreRequestState,
+    Stores,
+    select_new,
+    select_tail,
+    stable_groups,
+)
+from vllm.v1.simple_kv_offload.tier import Tier
+from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer, TransferState
+
+
+class StoreSide:
+    """Plans stores during a step, submits them with it, ends them when all ranks have reported.
+
+    At most one store per key is planned or running. What is tracked of a request vanishes with it;
+    stores in flight are bounded by the slots of the tier.
+    """
+
+    def __init__(self, tier: Tier, device: BlockPool, hash_block_size: int, expected_reports: int) -> None:
+        self.in_flight: set[BlockHashWithGroupId] = set()
+        self.stores = Stores(device, tier, self.in_flight, hash_block_size)
+        self.states: dict[str, StoreRequestState] = {}
+        self.requests: dict[str, Request] = {}
+        self.planned: list[Transfer] = []
+        self.table = StoreTable(expected_reports)
+        self.boundary = BoundaryStores()
+        self.patrol = HolePatrol()
+        self.ledger = StoreLedger()
+        self._tier = tier
+        self._num_groups = len(tier.config.kv_cache_groups)
+        self._stable = stable_groups(tier)
+
+    # -- tracking -----------------------------------------------------------------------------
+
+    def track(self, request: Request) -> None:
+        """Store this request's blocks as they get confirmed, until it ends."""
+        self.requests[request.request_id] = request
+        if request.request_id not in self.states:
+            self._new_state(request)
+
+    def update_tables(self, output: SchedulerOutput) -> None:
+        """Follow the block tables of the step; a preempted request starts over."""
+        for req_id in sorted(output.preempted_req_ids or ()):
+            if req_id in self.states:
+                self.states[req_id].replace_table(())
+        for req_id, block_ids, is_full_table in yield_req_data(output):
+            state = self.states.get(req_id)
+            if state is None:
+                # Forgotten by a reset, but still running: its later blocks are stored again.
+                if req_id not in self.requests:
+                    continue
+                state = self._new_state(self.requests[req_id])
+            if is_full_table:
+                state.replace_table(block_ids or ())
+            elif block_ids is not None:
+                state.extend_table(block_ids)
+
+    def _new_state(self, request: Request) -> StoreRequestState:
+        state = StoreRequestState(request, (), [0] * self._num_groups)
+        self.states[request.request_id] = state
+        return state
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def plan_step(self, output: SchedulerOutput) -> None:
+        """Plan the confirmed blocks of the scheduled requests and the state hand-offs of the step."""
+        block_state = output.kv_connector_block_state
+        hand_offs = dict(block_state.boundary_state_offloads) if block_state is not None else {}
+        preempted = output.preempted_req_ids or set()
+        scheduled = [
+            self.states[req_id]
+            for req_id in output.num_scheduled_tokens
+            if req_id in self.states and req_id not in preempted
+        ]
+        patrolled = {state.request.request_id for state in self.patrol.turns(scheduled)}
+        for state in scheduled:
+            req_id = state.request.request_id
+            table: BlockTable | None = state.block_ids
+            if block_state is not None:
+                table = block_state.get_block_ids(req_id) or table
+            self._plan_running(state, table or (), hand_offs.pop(req_id, ()), req_id in patrolled)
+        for left in hand_offs.values():
+            self.boundary.drop(left)
+
+    def _plan_running(
+        self, state: StoreRequestState, table: BlockTable, hand_offs: Sequence[HandOff], patrol: bool
+    ) -> None:
+        chosen = self.new_selection(state)
+        if hand_offs:
+            self.boundary.select(self.stores, hand_offs, state, chosen)
+        if table:
+            advance = select_new(self.stores, state, table, self._stable, chosen)
+            state.num_stored_blocks = [
+                cursor + step for cursor, step in zip(state.num_stored_blocks, advance, strict=True)
+            ]
+            if patrol:
+                self.patrol.select_holes(self.stores, state, table, self._stable, chosen)
+        self.plan(chosen.candidates, state.request.request_id)
+
+    def new_selection(self, state: StoreRequestState | None) -> Selection:
+        """An empty selection with the present room; a request never evicts what it counts on itself."""
+        if state is None:
+            return Selection(self._tier)
+        return Selection(self._tier, lambda slot: self.patrol.counts_on(state, slot))
+
+    def plan(
+        self, candidates: Sequence[Candidate], request_id: str | None, *, to_front: bool = False
+    ) -> None:
+        """Lease the device blocks and stage a slot for each; the order leaves with the next `submit`."""
+        if not candidates:
+            return
+        owner = f"store of {request_id}" if request_id is not None else "lazy store"
+        device = Lease(self.stores.device, [candidate.block for candidate in candidates], owner)
+        slots = Lease.adopt(self._tier.pool, self._tier.stage(len(candidates)), owner)
+        keys = [candidate.keys for candidate in candidates]
+        self.planned.append(
+            Transfer(owner, device, slots, keys, request_id=request_id, device_to_front=to_front)
+        )
+        self.in_flight.update(staged.key for staged_keys in keys for staged in staged_keys)
+        self._count(scheduled=len(candidates))
+
+    def submit(self) -> tuple[int, list[Transfer]] | None:
+        """Hand out everything planned under one event; None if there is nothing."""
+        if not self.planned:
+            return None
+        transfers, self.planned = self.planned, []
+        event = self.table.submit(transfers)
+        for transfer in transfers:
+            state = self.states.get(transfer.request_id or "")
+            if state is not None:
+                state.store_events.add(event)
+        return event, transfers
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def finish_request(self, request: Request, block_ids: BlockTable) -> None:
+        """The request ends well: plan what is confirmed and not stored yet, while its blocks are still held."""
+        state = self.states.get(request.request_id)
+        if state is not None:
+            chosen = self.new_selection(state)
+            if len(block_ids) == self._num_groups and any(block_ids):
+                advance = select_new(self.stores, state, block_ids, self._stable, chosen)
+                ends = [cursor + step for cursor, step in zip(state.num_stored_blocks, advance, strict=True)]
+                select_tail(self.stores, request, block_ids, self._positional_ends(ends), chosen)
+            self.plan(chosen.candidates, request.request_id)
+        self.forget_request(request.request_id)
+
+    def fail_request(self, request_id: str) -> None:
+        """The request ends in an error: its own copies are not to be trusted."""
+        for transfer in [t for t in self.planned if t.request_id == request_id]:
+            self.planned.remove(transfer)
+            self._discard(transfer)
+        for transfer in self.table.transfers:
+            if transfer.request_id == request_id and transfer.state is TransferState.SUBMITTED:
+                self._abandon(transfer)
+        state = self.states.get(request_id)
+        if state is not None:
+            self._tier.forget(sorted(state.own_keys))
+        self.forget_request(request_id)
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop everything tracked of a request. Its stores in flight go on."""
+        self.requests.pop(request_id, None)
+        state = self.states.pop(request_id, None)
+        if state is not None:
+            state.finished = True
+            self.patrol.dismiss(state)
+
+    def report(self, counts: Mapping[int, int], *, ok: bool) -> None:
+        """Ranks reported store events as completed or failed."""
+        for event, count in counts.items():
+            complete = self.table.report(event, count, ok=ok)
+            if complete is None:
+                continue
+            transfers, all_ok = complete
+            for transfer in transfers:
+                self._end(event, transfer, all_ok)
+
+    def _end(self, event: int, transfer: Transfer, ok: bool) -> None:
+        state = self.states.get(transfer.request_id or "")
+        if state is not None:
+            state.store_events.discard(event)
+        size = len(transfer)
+        if transfer.state is TransferState.ABANDONED:
+            self._count(dropped=size)
+        elif ok:
+            self._commit(transfer, state)
+            self._count(stored=size)
+        else:
+            self._count(failed=size)
+        if transfer.state is TransferState.SUBMITTED:
+            self._leave_flight(transfer)
+        transfer.finish(ok=ok)
+
+    def _commit(self, transfer: Transfer, state: StoreRequestState | None) -> None:
+        for slot, keys in zip(transfer.tier_blocks, transfer.keys, strict=True):
+            self._tier.commit(slot, keys)
+            if state is not None:
+                state.own_keys.update(staged.key for staged in keys)
+                self.patrol.guard(state, slot)
+
+    def _discard(self, transfer: Transfer) -> None:
+        self._leave_flight(transfer)
+        self._count(dropped=len(transfer))
+        transfer.discard()
+
+    def _abandon(self, transfer: Transfer) -> None:
+        self._leave_flight(transfer)
+        transfer.abandon()
+
+    def _leave_flight(self, transfer: Transfer) -> None:
+        self.in_flight.difference_update(staged.key for keys in transfer.keys for staged in keys)
+
+    def reset(self) -> bool:
+        """Drop what was not sent, abandon what runs, start tracking anew; True if nothing is running."""
+        planned, self.planned = self.planned, []
+        for transfer in planned:
+            self._discard(transfer)
+        for transfer in self.table.transfers:
+            if transfer.state is TransferState.SUBMITTED:
+                self._abandon(transfer)
+        for state in self.states.values():
+            self.patrol.dismiss(state)
+        self.states.clear()
+        return len(self.table) == 0
+
+    # -- figures ------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a store is planned, running or abandoned but not over."""
+        return bool(self.planned) or len(self.table) > 0
+
+    @property
+    def num_pending_blocks(self) -> int:
+        """Blocks of stores that are planned or running."""
+        return sum(map(len, self.planned)) + sum(map(len, self.table.transfers))
+
+    def holds_idle_device_blocks(self) -> bool:
+        """Whether a running store is the only holder of some device block."""
+        return any(
+            block.ref_cnt == 1 for transfer in self.table.transfers for block in transfer.device_blocks
+        )
+
+    def _positional_ends(self, ends: Sequence[int]) -> list[int]:
+        """Where each group's table was walked up to; 0 where tables are not positional."""
+        return [end if group in self._stable else 0 for group, end in enumerate(ends)]
+
+    def _count(self, **increments: int) -> None:
+        ledger = dataclasses.asdict(self.ledger)
+        self.ledger = StoreLedger(**{k: v + increments.get(k, 0) for k, v in ledger.items()})

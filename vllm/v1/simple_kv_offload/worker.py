@@ -1,0 +1,350 @@
+"""The worker half of the CPU offload: orders → copies, results → reports.
+
+Owns the host memory, the backend and the copies under way on this rank. It must not know hashes,
+tokens or why a block is copied. Layer L6.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.clock import Clock, MonotonicClock
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_connector_types import KVConnectorMetadata, KVConnectorTransferResults
+from vllm.v1.simple_kv_offload.capacity import choose_num_blocks
+from vllm.v1.simple_kv_offload.copy_backend import create_copy_backend
+from vllm.v1.simple_kv_offload.copy_backends.base import (
+    CopyBackend,
+    CopyResult,
+    EventsList,
+    WaitEvent,
+    bytes_per_block,
+)
+from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor, unpin_tensor
+from vllm.v1.simple_kv_offload.disk_backend import DiskBackend, disk_file_path
+from vllm.v1.simple_kv_offload.host_buffer import HostBuffer
+from vllm.v1.simple_kv_offload.metadata import (
+    INVALID_JOB_ID,
+    SimpleCPUOffloadMetadata,
+    SimpleCPUOffloadWorkerMetadata,
+)
+from vllm.v1.simple_kv_offload.options import DEFAULT_TRANSFER_TIMEOUT_S, check_num_cpu_blocks
+from vllm.v1.simple_kv_offload.regions import LayerCache, device_regions
+from vllm.v1.simple_kv_offload.sizing import sync_num_offload_blocks_across_workers
+
+logger = init_logger(__name__)
+
+PIN_MEMORY: bool = torch.cuda.is_available()
+DRAIN_POLL_S = 0.005
+
+
+Streams = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
+
+
+class Mover(Protocol):
+    """The least a backend has to offer."""
+
+    def launch_copy(
+        self,
+        src_blocks: Sequence[int],
+        dst_blocks: Sequence[int],
+        is_store: bool,
+        event_idx: int,
+        events_list: EventsList,
+        wait_event: WaitEvent | None = None,
+    ) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _OpenCopy:
+    """A copy until its result is in. The backend fills ``events`` when it has taken the job."""
+
+    event_idx: int
+    req_ids: tuple[str, ...] = ()
+    events: EventsList = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        return bool(self.events) and self.events[0][1].query()
+
+    def result(self) -> CopyResult | None:
+        """The outcome, if the backend tells more than that it is over."""
+        event = self.events[0][1]
+        return event if isinstance(event, CopyResult) else None
+
+
+class SimpleCPUOffloadWorker:
+    """Executes the orders of one rank.
+
+    ``vllm_config`` may be None. Sizes are per rank; ``num_cpu_blocks`` replaces sizing by bytes and
+    must fit (``ValueError`` from ``register_kv_caches``).
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig | None,
+        kv_cache_config: KVCacheConfig,
+        cpu_capacity_bytes: int,
+        kv_offload_backend: str = "cpu",
+        disk_path: str | None = None,
+        disk_capacity_bytes: int = 0,
+        disk_buffer_slots: int = 2,
+        use_page_cache: bool = False,
+        num_cpu_blocks: int | None = None,
+        *,
+        transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S,
+        clock: Clock | None = None,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._is_disk = kv_offload_backend == "disk"
+        self._capacity_bytes = disk_capacity_bytes if self._is_disk else cpu_capacity_bytes
+        self._disk_path = disk_path
+        self._disk_buffer_slots = disk_buffer_slots
+        self._use_page_cache = use_page_cache
+        self._configured_blocks = check_num_cpu_blocks(num_cpu_blocks)
+        self._transfer_timeout_s = transfer_timeout_s
+        self._clock = clock or MonotonicClock()
+
+        self.device: torch.device | None = None
+        self.gpu_kv_caches: dict[str, torch.Tensor] = {}
+        self.cpu_kv_caches: dict[str, torch.Tensor] = {}
+        self.num_cpu_blocks = 0
+        self._host_buffer: HostBuffer | None = None
+        self._backend: Mover | None = None
+
+        self._metadata: SimpleCPUOffloadMetadata | None = None
+        self._loads: list[_OpenCopy] = []
+        self._stores: list[_OpenCopy] = []
+        self._undeliverable: set[str] = set()
+        self._bad_slots: set[int] = set()
+
+    # -- life cycle ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, LayerCache]) -> None:
+        """Derive the regions, agree on the number of blocks with the other ranks, start the backend.
+
+        Raises ``ValueError`` if the caches do not fit the plan or ``num_cpu_blocks`` does not fit.
+        """
+        self.gpu_kv_caches = device_regions(self._kv_cache_config, kv_caches)
+        self.device = next(iter(self.gpu_kv_caches.values())).device
+        block_bytes = bytes_per_block(self.gpu_kv_caches)
+        capacity_blocks = max(1, self._capacity_bytes // block_bytes)
+        own_blocks = choose_num_blocks(capacity_blocks, self._configured_blocks)
+        self.num_cpu_blocks = sync_num_offload_blocks_across_workers(own_blocks)
+        streams = _copy_streams(self.device)
+        if self._is_disk:
+            self._start_disk(block_bytes, streams)
+        else:
+            self._start_host(streams)
+        logger.info(
+            "KV offload: %d blocks of %d bytes, %.2f GiB on this rank",
+            self.num_cpu_blocks,
+            block_bytes,
+            self.num_cpu_blocks * block_bytes / 1024**3,
+        )
+
+    def _start_host(self, streams: Streams) -> None:
+        assert self.device is not None
+        pins = PIN_MEMORY and self.device.type == "cuda"
+        self._host_buffer = HostBuffer(
+            {name: region.shape[1] for name, region in self.gpu_kv_caches.items()},
+            self.num_cpu_blocks,
+            pin_tensor if pins else None,
+            unpin_tensor if pins else None,
+        )
+        self.cpu_kv_caches = self._host_buffer.regions
+        backend = create_copy_backend(
+            "cuda_dma" if self.device.type == "cuda" else "threaded", self._clock, self._transfer_timeout_s
+        )
+        backend.init(self.gpu_kv_caches, self.cpu_kv_caches, self.device, *streams)
+        self._backend = backend
+
+    def _start_disk(self, block_bytes: int, streams: Streams) -> None:
+        if self._disk_path is None:
+            raise ValueError("disk_path must be set for kv_offload_backend='disk'")
+        assert self.device is not None
+        backend = DiskBackend(clock=self._clock, deadline_s=self._transfer_timeout_s)
+        backend.init(
+            self.gpu_kv_caches,
+            self.device,
+            *streams,
+            disk_file_path(self._disk_path, self._vllm_config),
+            self.num_cpu_blocks,
+            block_bytes,
+            self._disk_buffer_slots,
+            self._use_page_cache,
+        )
+        self._backend = backend
+
+    def unregister_kv_caches(self) -> None:
+        """Before sleep: let every copy end, so that none touches memory that goes away. Idempotent."""
+        self.drain()
+
+    def shutdown(self) -> None:
+        """End copies and threads, release memory and files. Idempotent."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.shutdown()
+        self.cpu_kv_caches = {}
+        if self._host_buffer is not None:
+            self._host_buffer.close()
+            self._host_buffer = None
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        """Set the orders of this step."""
+        if not isinstance(metadata, SimpleCPUOffloadMetadata):
+            raise TypeError(f"expected SimpleCPUOffloadMetadata, got {type(metadata).__name__}")
+        self._metadata = metadata
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        self._metadata = None
+
+    def handle_preemptions(self, metadata: KVConnectorMetadata) -> None:
+        """References protect the blocks of running copies; only an explicit flush has to wait."""
+        if isinstance(metadata, SimpleCPUOffloadMetadata) and metadata.need_flush:
+            self.drain()
+
+    def start_load_kv(self) -> None:
+        """Start the step's loads, one copy per request, behind everything the device was given so far.
+
+        The wait keeps a load from overtaking a forward that still reads the blocks' old content, or
+        the zeroing of fresh blocks.
+        """
+        metadata = self._metadata
+        if metadata is None:
+            return
+        self._undeliverable.update(metadata.failed_load_reqs)
+        if metadata.load_event == INVALID_JOB_ID:
+            return
+        wait_event = self._device_event()
+        for req_ids, part in _split_by_request(metadata):
+            copy = _OpenCopy(metadata.load_event, req_ids)
+            self._loads.append(copy)
+            self._launch(
+                copy, metadata.load_cpu_blocks[part], metadata.load_gpu_blocks[part], False, wait_event
+            )
+
+    def wait_for_save(self) -> None:
+        """Start the step's store behind everything computed so far. Does not wait."""
+        metadata = self._metadata
+        if metadata is None or metadata.store_event == INVALID_JOB_ID:
+            return
+        copy = _OpenCopy(metadata.store_event)
+        self._stores.append(copy)
+        self._launch(copy, metadata.store_gpu_blocks, metadata.store_cpu_blocks, True, self._device_event())
+
+    def _launch(
+        self,
+        copy: _OpenCopy,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        is_store: bool,
+        wait_event: WaitEvent | None,
+    ) -> None:
+        if self._backend is None:
+            raise RuntimeError("register_kv_caches was not called, or the worker was shut down")
+        self._backend.launch_copy(src_blocks, dst_blocks, is_store, copy.event_idx, copy.events, wait_event)
+
+    def _device_event(self) -> WaitEvent | None:
+        """A mark behind the work the device has been given; host memory needs none."""
+        if self.device is None or self.device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self.device))
+        event: WaitEvent = mark
+        return event
+
+    # -- reports ------------------------------------------------------------------------------
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose load ended on this rank since the last call, failed ones in both sets."""
+        self._check_health()
+        failed, self._undeliverable = self._undeliverable, set()
+        received = set(failed)
+        still_open = []
+        for copy in self._loads:
+            if not copy.is_over():
+                still_open.append(copy)
+                continue
+            received.update(copy.req_ids)
+            result = copy.result()
+            if result is not None and result.error is not None:
+                failed.update(copy.req_ids)
+                self._bad_slots |= result.bad_blocks
+                logger.error("KV load of %s failed: %s", ", ".join(copy.req_ids), result.error)
+        self._loads = still_open
+        return KVConnectorTransferResults(None, received or None, failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """(None, requests whose load ended); see `get_transfer_results` for failures."""
+        return None, self.get_transfer_results(finished_req_ids).finished_recving
+
+    def build_connector_worker_meta(self) -> SimpleCPUOffloadWorkerMetadata | None:
+        """Store events that ended on this rank since the last call, and unusable slots; None if nothing."""
+        self._check_health()
+        report = SimpleCPUOffloadWorkerMetadata()
+        still_open = []
+        for copy in self._stores:
+            if not copy.is_over():
+                still_open.append(copy)
+                continue
+            result = copy.result()
+            if result is None or result.error is None:
+                report.completed_store_events[copy.event_idx] = 1
+            else:
+                report.failed_store_events[copy.event_idx] = 1
+                logger.error("KV store %d failed: %s", copy.event_idx, result.error)
+        self._stores = still_open
+        report.bad_cpu_blocks, self._bad_slots = self._bad_slots, set()
+        if report == SimpleCPUOffloadWorkerMetadata():
+            return None
+        return report
+
+    def drain(self) -> None:
+        """Wait until every copy under way has ended, well or badly."""
+        for copy in (*self._loads, *self._stores):
+            while not copy.is_over():
+                self._check_health()
+                result = copy.result() if copy.events else None
+                if result is not None:
+                    result.synchronize(DRAIN_POLL_S)
+                else:
+                    time.sleep(DRAIN_POLL_S)
+
+    def _check_health(self) -> None:
+        # A mover put in from outside need not offer this.
+        if isinstance(self._backend, CopyBackend):
+            self._backend.check_health()
+
+
+def _split_by_request(metadata: SimpleCPUOffloadMetadata) -> Iterator[tuple[tuple[str, ...], slice]]:
+    """The load's requests with their part of the block lists; one part for all if none is stated."""
+    req_ids = metadata.load_event_to_reqs.get(metadata.load_event, [])
+    counts = metadata.load_block_counts
+    if not counts:
+        yield tuple(req_ids), slice(None)
+        return
+    start = 0
+    for req_id, count in zip(req_ids, counts, strict=True):
+        yield (req_id,), slice(start, start + count)
+        start += count
+
+
+def _copy_streams(device: torch.device) -> Streams:
+    """(load, store) streams of lowest priority, so that copies yield to compute."""
+    if device.type != "cuda":
+        return None, None
+    lowest, _ = torch.cuda.Stream.priority_range()
+    return torch.cuda.Stream(device, priority=lowest), torch.cuda.Stream(device, priority=lowest)
