@@ -1,0 +1,88 @@
+"""Invariants of a run that has come to rest: nothing left, right answers, progress, and what must be stored is."""
+
+from __future__ import annotations
+
+from tests.sim.checkers import check_all, check_page
+from tests.sim.failure import require
+from tests.sim.run import Run
+
+
+def check_rest(run: Run) -> None:
+    """All of them; the run must have drained."""
+    check_all(run)
+    check_nothing_left(run)
+    check_device_contents(run)
+    check_answers(run)
+    check_everything_stored(run)
+
+
+def check_nothing_left(run: Run) -> None:
+    """I5: no reference, lease, transfer or per-request entry is left."""
+    scheduler = run.scheduler
+    left: dict[str, object] = {
+        "requests": scheduler.requests,
+        "running": scheduler.running,
+        "finished ids": scheduler.finished_req_ids,
+        "received ids": scheduler.finished_recving_kv_req_ids,
+        "failed ids": scheduler.failed_recving_kv_req_ids,
+        "deferred frees": scheduler.deferred_frees,
+        "deferred loads": scheduler.deferred_loads,
+        "prefills": scheduler._inflight_prefills,
+        "fetch stages": scheduler._kv_fetch_stages,
+        "worker rows": run.worker.requests,
+    }
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        left[f"blocks of group {manager.kv_cache_group_id}"] = manager.req_to_blocks
+        left[f"cached counts of group {manager.kv_cache_group_id}"] = manager.num_cached_block
+    for name, entries in left.items():
+        require(not entries, "I5", f"{name} left at rest: {entries}")
+    require(not any(scheduler._kv_fetch_counts.values()), "I5", f"fetch counts {scheduler._kv_fetch_counts}")
+    for name, pool in (("device", run.device_pool), ("host", run.host_pool)):
+        if pool is None:
+            continue
+        require(not pool.leases, "I5", f"{name} leases left at rest: {list(pool.leases.values())}")
+        held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        require(held == 0, "I5", f"{held} {name} blocks held at rest")
+    for name, entries in run.offload_tables().items():
+        require(not entries, "I5", f"offload table {name} left at rest: {entries}")
+    require(not run.worker.copying(), "I5", "copies run at rest")
+
+
+def check_device_contents(run: Run) -> None:
+    """I6: every entry of the device index holds the right bytes on every rank."""
+    for block in run.device_pool.blocks:
+        for key, _ in run.device_pool.get_keys(block):
+            for rank, memory in enumerate(run.worker.devices):
+                check_page(
+                    run, f"rank {rank}, device block {block.block_id}", memory.page(block.block_id), key
+                )
+
+
+def check_answers(run: Run) -> None:
+    """I9: every answer equals that of a run without cache, offload and faults."""
+    for truth in run.truths.values():
+        told = truth.delivered
+        require(
+            told == truth.output[: len(told)],
+            "I9",
+            f"{truth.request_id} answered {told}, expected {truth.output}",
+        )
+        if truth.ended_by is None:
+            require(
+                told == truth.output and truth.finish_reason in {"stop", "length"},
+                "I9",
+                f"{truth.request_id} ended with {truth.finish_reason} after {told}, expected {truth.output}",
+            )
+
+
+def check_everything_stored(run: Run) -> None:
+    """I11: with room below and no fault, every confirmed full block of full attention has been stored."""
+    pool = run.host_pool
+    if pool is None or run.params.lazy or run.store_excuse is not None:
+        return
+    for key in run.must_be_stored:
+        require(
+            pool.cached_block_hash_to_block.get_one_block(key) is not None,
+            "I11",
+            f"a confirmed block of group {key[-1]} was never stored although there was room",
+        )

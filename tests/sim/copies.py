@@ -1,0 +1,103 @@
+"""Copy lanes of one rank: jobs move slot by slot whenever the driver lets them, and may fail, stall or report late."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from tests.sim.device import Memory
+
+
+@dataclass
+class CopyJob:
+    """One load or store event on one rank. `requests` are those of a load, with their number of block pairs."""
+
+    event: int
+    is_store: bool
+    pairs: list[tuple[int, int]]
+    requests: list[tuple[str, int]] = field(default_factory=list)
+    fails_at: int | None = None
+    """Stop with an error once that many pairs are done."""
+    bad_source: bool = False
+    stalled: bool = False
+    done_pairs: int = 0
+    slot: int = 0
+    failed: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Nothing more will move."""
+        return self.failed or self.done_pairs == len(self.pairs)
+
+    def failed_requests(self) -> set[str]:
+        """Requests of a load whose blocks did not all arrive."""
+        if not self.failed:
+            return set()
+        lost = set()
+        first = 0
+        for request_id, count in self.requests:
+            if first + count > self.done_pairs:
+                lost.add(request_id)
+            first += count
+        return lost
+
+
+class Lanes:
+    """The jobs of one rank. `host` is the memory of the lower tier, disk or not."""
+
+    def __init__(self, device: Memory, host: Memory) -> None:
+        self.device = device
+        self.host = host
+        self.running: list[CopyJob] = []
+        self.unreported: list[CopyJob] = []
+
+    def submit(self, job: CopyJob) -> None:
+        """Start a job; it may run from now on."""
+        self.running.append(job)
+        self._retire()
+
+    @property
+    def busy(self) -> bool:
+        """Something runs or waits for its report."""
+        return bool(self.running or self.unreported)
+
+    def movable(self) -> list[CopyJob]:
+        """Jobs that can make progress."""
+        return [job for job in self.running if not job.stalled]
+
+    def advance(self, rng: random.Random) -> None:
+        """Move a few slots of one job, any of those that run."""
+        jobs = self.movable()
+        if not jobs:
+            return
+        job = rng.choice(jobs)
+        for _ in range(rng.choice((1, 3, 8, 40))):
+            if job.finished:
+                break
+            self._move_slot(job)
+        self._retire()
+
+    def finish_all(self) -> None:
+        """Let everything run to its end."""
+        for job in self.running:
+            job.stalled = False
+            while not job.finished:
+                self._move_slot(job)
+        self._retire()
+
+    def _move_slot(self, job: CopyJob) -> None:
+        if job.fails_at is not None and job.done_pairs >= job.fails_at:
+            job.failed = True
+            return
+        source_id, target_id = job.pairs[job.done_pairs]
+        source_memory, target_memory = (self.device, self.host) if job.is_store else (self.host, self.device)
+        source, target = source_memory.page(source_id), target_memory.page(target_id)
+        target.copy_slot(source, job.slot)
+        job.slot += 1
+        if job.slot >= max(1, len(source.slots)):
+            job.slot = 0
+            job.done_pairs += 1
+
+    def _retire(self) -> None:
+        self.unreported += [job for job in self.running if job.finished]
+        self.running = [job for job in self.running if not job.finished]

@@ -1,0 +1,250 @@
+"""Memory as stamps: every slot holds the fingerprint of the exact prefix that belongs there.
+
+"Compute" writes stamps through the block table, "attention" reads every slot that the kind declares visible and
+compares. So *hit ⇒ bytes equal* is checked at every read, and it does not matter why a wrong byte got there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.sim.content import Chain, in_group
+from tests.sim.failure import require
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+POISON = -1
+NO_GROUP = -1
+
+
+def versioned(stamp: int, version: int) -> int:
+    """The stamp under the model's present weights; a full reset changes them, so that old bytes become wrong."""
+    return stamp ^ (version * 0x5DEECE66D)
+
+
+class Page:
+    """The bytes of one block: whose rows they are, and the rows."""
+
+    __slots__ = ("group", "slots")
+
+    def __init__(self) -> None:
+        self.group = NO_GROUP
+        self.slots: list[int] = []
+
+    def poison(self) -> None:
+        """Make every row useless."""
+        self.group = NO_GROUP
+        self.slots = []
+
+    def write(self, group: int, size: int, slot: int, stamp: int) -> None:
+        """Write one row; rows of another group in this block are gone."""
+        if self.group != group or len(self.slots) != size:
+            self.group = group
+            self.slots = [POISON] * size
+        self.slots[slot] = stamp
+
+    def read(self, group: int, slot: int) -> int:
+        """One row as that group sees it."""
+        return self.slots[slot] if self.group == group and slot < len(self.slots) else POISON
+
+    def copy_slot(self, source: Page, slot: int) -> None:
+        """Take over one row of another page, whatever group it is of."""
+        if self.group != source.group or len(self.slots) != len(source.slots):
+            self.group = source.group
+            self.slots = [POISON] * len(source.slots)
+        if slot < len(source.slots):
+            self.slots[slot] = source.slots[slot]
+
+    def copy(self, source: Page) -> None:
+        """Take over all rows at once."""
+        self.group = source.group
+        self.slots = list(source.slots)
+
+
+class Memory:
+    """One tier's memory on one rank."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pages = [Page() for _ in range(num_blocks)]
+
+    def page(self, block_id: int) -> Page:
+        """The page of a block."""
+        return self.pages[block_id]
+
+
+@dataclass
+class Rows:
+    """The request's side of one forward: its tokens, what is computed, and its block tables per group."""
+
+    request_id: str
+    chain: Chain
+    tables: list[list[int]]
+    start: int
+    end: int
+    replay_start: int = 0
+    replay_end: int = 0
+    version: int = 0
+    trusted: bool = True
+    """False: the result is void already, so what it reads does not matter."""
+
+    def stamp(self, group: int, num_tokens: int) -> int:
+        """What a group must hold for the prefix of that many tokens."""
+        return versioned(in_group(self.chain.prints[num_tokens], group), self.version)
+
+    def block(self, group: int, index: int) -> int:
+        """Block id in the table of a group; 0 where the table has none."""
+        table = self.tables[group]
+        return table[index] if index < len(table) else 0
+
+
+class Group:
+    """How one kind uses its blocks. Subclasses say what is written and what may be read."""
+
+    def __init__(self, group_id: int, spec: KVCacheSpec) -> None:
+        self.group_id = group_id
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.cacheable = spec.prefix_cacheable
+
+    def before(self, memory: Memory, rows: Rows) -> None:
+        """Reads that happen before anything is written."""
+
+    def write(self, memory: Memory, rows: Rows) -> None:
+        """The rows that the forward leaves behind."""
+
+    def read(self, memory: Memory, rows: Rows) -> None:
+        """Reads of the queries, after all writes of the step."""
+
+    def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
+        """Slot → stamp of the cached block that ends with the last of these prefixes (or in the middle of it)."""
+        end = len(prints) - 1
+        start = (end - 1) // self.block_size * self.block_size
+        return {
+            p - start: versioned(in_group(prints[p + 1], self.group_id), version) for p in range(start, end)
+        }
+
+    def _expect(self, memory: Memory, rows: Rows, block: int, slot: int, num_tokens: int) -> None:
+        got = memory.page(block).read(self.group_id, slot) if block else POISON
+        if got == rows.stamp(self.group_id, num_tokens) or not rows.trusted:
+            return
+        where = f"block {block} slot {slot} of group {self.group_id} ({type(self.spec).__name__})"
+        what = "null block" if block == 0 else ("poison" if got == POISON else "another prefix")
+        require(
+            False,
+            "I6",
+            f"{rows.request_id} computes [{rows.start}, {rows.end}) and reads {what} for token {num_tokens - 1} in {where}",
+        )
+
+
+class RowGroup(Group):
+    """One row per token, in the block of its position; full attention."""
+
+    def first_visible(self, rows: Rows) -> int:
+        """The first position that some query of the step reads."""
+        return 0
+
+    def write(self, memory: Memory, rows: Rows) -> None:
+        start = rows.start
+        if self.cacheable:  # rows below the cached end are replayed for windows only and stay as they are
+            start = max(start, rows.replay_end)
+        for position in range(start, rows.end):
+            block = rows.block(self.group_id, position // self.block_size)
+            if block == 0:
+                continue
+            stamp = rows.stamp(self.group_id, position + 1)
+            memory.page(block).write(self.group_id, self.block_size, position % self.block_size, stamp)
+
+    def read(self, memory: Memory, rows: Rows) -> None:
+        for position in range(self.first_visible(rows), rows.end):
+            block = rows.block(self.group_id, position // self.block_size)
+            self._expect(memory, rows, block, position % self.block_size, position + 1)
+
+
+class WindowGroup(RowGroup):
+    """Reads the last tokens only; with bounded replay nothing before the replay's start."""
+
+    def first_visible(self, rows: Rows) -> int:
+        spec = self.spec
+        assert isinstance(spec, SlidingWindowSpec)
+        first = max(0, rows.start - spec.sliding_window + 1)
+        return first if self.cacheable else max(first, rows.replay_start)
+
+
+class ChunkGroup(RowGroup):
+    """Reads its own chunk."""
+
+    def first_visible(self, rows: Rows) -> int:
+        spec = self.spec
+        assert isinstance(spec, ChunkedLocalAttentionSpec)
+        return rows.start // spec.attention_chunk_size * spec.attention_chunk_size
+
+
+class StateGroup(Group):
+    """One state per block: read at the chunk's start, written at its end, never changed in between."""
+
+    def before(self, memory: Memory, rows: Rows) -> None:
+        if rows.start > 0:
+            block = rows.block(self.group_id, (rows.start - 1) // self.block_size)
+            self._expect(memory, rows, block, 0, rows.start)
+
+    def write(self, memory: Memory, rows: Rows) -> None:
+        block = rows.block(self.group_id, (rows.end - 1) // self.block_size)
+        require(block != 0, "I6", f"{rows.request_id} has no block for its state after {rows.end} tokens")
+        memory.page(block).write(self.group_id, 1, 0, rows.stamp(self.group_id, rows.end))
+
+    def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
+        return {0: versioned(in_group(prints[-1], self.group_id), version)}
+
+
+class RingGroup(Group):
+    """Rows of the group of tokens that is still open, at position modulo capacity; read before written."""
+
+    def __init__(self, group_id: int, spec: KVCacheSpec, ratio: int) -> None:
+        super().__init__(group_id, spec)
+        self.ratio = min(ratio, spec.block_size)
+
+    def write(self, memory: Memory, rows: Rows) -> None:
+        block = rows.block(self.group_id, 0)
+        require(block != 0, "I6", f"{rows.request_id} has no ring block")
+        require(len(rows.tables[self.group_id]) == 1, "I6", f"{rows.request_id} has more than one ring block")
+        for position in range(rows.start, rows.end):
+            for earlier in range(position // self.ratio * self.ratio, position):
+                self._expect(memory, rows, block, earlier % self.block_size, earlier + 1)
+            stamp = rows.stamp(self.group_id, position + 1)
+            memory.page(block).write(self.group_id, self.block_size, position % self.block_size, stamp)
+
+
+def make_groups(specs: Sequence[KVCacheSpec], ring_ratio: int) -> list[Group]:
+    """The kinds' use of memory, by group."""
+    groups: list[Group] = []
+    for group_id, spec in enumerate(specs):
+        if isinstance(spec, MambaSpec):
+            groups.append(StateGroup(group_id, spec))
+        elif isinstance(spec, CircularBufferSpec):
+            groups.append(RingGroup(group_id, spec, ring_ratio))
+        elif isinstance(spec, SlidingWindowSpec):
+            groups.append(WindowGroup(group_id, spec))
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            groups.append(ChunkGroup(group_id, spec))
+        else:
+            groups.append(RowGroup(group_id, spec))
+    return groups
+
+
+def forward(memory: Memory, groups: Sequence[Group], batch: Sequence[Rows]) -> None:
+    """One step on one rank: initial states, then all writes, then all reads."""
+    for group in groups:
+        for rows in batch:
+            group.before(memory, rows)
+    for group in groups:
+        for rows in batch:
+            group.write(memory, rows)
+    for group in groups:
+        for rows in batch:
+            group.read(memory, rows)

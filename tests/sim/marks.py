@@ -1,0 +1,67 @@
+"""Names of rare situations. A set of seeds that reaches none of a name proves nothing about it, so CI asks for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+MARKS = frozenset(
+    {
+        "local hit",
+        "external hit",
+        "hit in one group without room in another",
+        "preempt",
+        "preempt with a store in flight",
+        "abort while waiting",
+        "abort while running",
+        "abort during load",
+        "abort with a store in flight",
+        "reset",
+        "reset refused",
+        "reset in flight",
+        "reset with running requests",
+        "host full",
+        "host eviction",
+        "shortened load",
+        "rank skew",
+        "repeated ask",
+        "failed load",
+        "failed load, recompute",
+        "failed load, error",
+        "failed store",
+        "lost block reported",
+        "loads finish out of order",
+        "step failed",
+        "NaN logits",
+        "two steps in flight",
+        "three steps in flight",
+        "request waits for memory",
+        "overtaken",
+        "finish with a step in flight",
+        "salted request",
+        "adapter request",
+        "full prompt cached",
+        "window slid",
+        "state kept",
+        "ring used",
+        "bounded replay",
+        "copy on write",
+        "resumed with a hit",
+        "paused",
+        "lazy store",
+        "eager store",
+        "stall",
+    }
+)
+
+
+class Marks:
+    """Counts of the marks that a run reached."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def hit(self, name: str) -> None:
+        """Count one; only listed names are allowed."""
+        if name not in MARKS:
+            raise KeyError(f"unlisted mark {name!r}")
+        self.counts[name] += 1

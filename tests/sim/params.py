@@ -1,0 +1,228 @@
+"""Everything that a seed decides before the first action: sizes, kinds, policies, and which faults may happen.
+
+Small pools with many seeds find more than long runs. Each fault site and each kind of action is on in only some
+seeds (swarm testing), because combinations that are always on hide each other.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from tests.sim.rng import Streams
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+FAULT_SITES = (
+    "load fails",
+    "store fails",
+    "bad source",
+    "report late",
+    "stall",
+    "step fails",
+    "nan",
+    "poison",
+)
+FAULT_ON = 0.25
+FAULT_FIRES = 0.25
+
+
+@dataclass(frozen=True)
+class Byte:
+    """Stands for a dtype of one byte."""
+
+    itemsize: int = 1
+
+
+@dataclass(frozen=True)
+class SimParams:
+    """One seed's world. Tokens, blocks and requests are counts."""
+
+    seed: int
+    specs: tuple[KVCacheSpec, ...]
+    ring_ratio: int
+    device_blocks: int
+    host_blocks: int
+    """0 = no offload."""
+    lazy: bool
+    disk: bool
+    ranks: int
+    async_scheduling: bool
+    pipeline_stages: int
+    depth: int
+    """Steps that the driver lets be in flight at most; never above what the scheduler allows."""
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    policy: str
+    chunked_prefill: bool
+    prefix_caching: bool
+    match_unit: int | None
+    retention: int | None
+    shared_prefix_checkpoint: bool
+    watermark: float
+    reserve_full_prompt: bool
+    long_prefill_threshold: int
+    recompute_failed_loads: bool
+    faults: frozenset[str]
+    actions_off: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def fault_probability(self) -> float:
+        """How often an enabled site fires."""
+        return FAULT_FIRES
+
+
+def _full(rng: random.Random) -> KVCacheSpec:
+    return FullAttentionSpec(block_size=rng.choice((2, 4, 4, 8)), num_kv_heads=1, head_size=4, dtype=Byte())
+
+
+def _window(rng: random.Random) -> KVCacheSpec:
+    size = rng.choice((3, 4, 6, 9, 13))
+    return SlidingWindowSpec(
+        block_size=rng.choice((2, 4, 8)), num_kv_heads=1, head_size=4, dtype=Byte(), sliding_window=size
+    )
+
+
+def _chunked(rng: random.Random) -> KVCacheSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size=rng.choice((2, 4)), num_kv_heads=1, head_size=4, dtype=Byte(), attention_chunk_size=8
+    )
+
+
+def _state(rng: random.Random) -> KVCacheSpec:
+    return MambaSpec(rng.choice((4, 8)), ((8,),), (Byte(),), mamba_cache_mode="align")
+
+
+def _ring(rng: random.Random) -> KVCacheSpec:
+    return CircularBufferSpec(
+        block_size=rng.choice((2, 4)), num_kv_heads=1, head_size=4, dtype=Byte(), dcp_sharded=False
+    )
+
+
+def _replay(rng: random.Random) -> KVCacheSpec:
+    return SlidingWindowMLASpec(
+        block_size=rng.choice((2, 4)),
+        num_kv_heads=1,
+        head_size=8,
+        dtype=Byte(),
+        sliding_window=rng.choice((3, 5, 8)),
+        bounded_replay=True,
+    )
+
+
+_EXTRA_KINDS = {
+    "full": (_full, 2),
+    "window": (_window, 5),
+    "chunked": (_chunked, 2),
+    "state": (_state, 5),
+    "ring": (_ring, 2),
+    "replay": (_replay, 1),
+}
+
+
+def _draw_specs(rng: random.Random) -> tuple[KVCacheSpec, ...]:
+    count = rng.choice((1, 1, 2, 2, 3, 4))
+    specs = [_full(rng)]
+    names = [name for name, (_, weight) in _EXTRA_KINDS.items() for _ in range(weight)]
+    seen: set[str] = set()
+    while len(specs) < count:
+        name = rng.choice(names)
+        if name in seen and name in {"replay", "ring", "chunked"}:
+            continue
+        seen.add(name)
+        specs.append(_EXTRA_KINDS[name][0](rng))
+    if rng.random() < 0.1 and len(specs) > 1:
+        specs.pop(0)  # no full attention
+    rng.shuffle(specs)
+    return tuple(specs)
+
+
+def draw_params(seed: int) -> SimParams:
+    """The world of this seed."""
+    rng = Streams(seed).stream("params")
+    specs = _draw_specs(rng)
+    only_cacheable = all(s.prefix_cacheable for s in specs)
+    has_full = any(isinstance(s, FullAttentionSpec) for s in specs)
+    caching = rng.random() < 0.93
+    if not caching:
+        specs = tuple(replace(s, mamba_cache_mode="none") if isinstance(s, MambaSpec) else s for s in specs)
+    has_state = any(isinstance(s, MambaSpec) for s in specs)
+    offload = caching and has_full and rng.random() < 0.8
+    async_scheduling = rng.random() < 0.55
+    stages = rng.choice((1, 1, 1, 2))
+    depth_max = stages + (1 if async_scheduling else 0)
+    params = SimParams(
+        seed=seed,
+        specs=specs,
+        ring_ratio=2,
+        device_blocks=rng.randint(8, 32),
+        host_blocks=rng.randint(4, 24) if offload else 0,
+        lazy=rng.random() < 0.35,
+        disk=rng.random() < 0.2,
+        ranks=rng.choice((1, 1, 2, 3)),
+        async_scheduling=async_scheduling,
+        pipeline_stages=stages,
+        depth=rng.randint(1, depth_max),
+        max_model_len=rng.choice((16, 24, 32, 40)),
+        max_num_batched_tokens=rng.choice((8, 8, 12, 16, 24, 48)),
+        max_num_seqs=rng.choice((1, 2, 3, 4, 6)),
+        policy=rng.choice(("fcfs", "fcfs", "priority")),
+        chunked_prefill=has_state or rng.random() < 0.85,
+        prefix_caching=caching,
+        match_unit=2 if only_cacheable and len(specs) > 1 and rng.random() < 0.4 else None,
+        retention=rng.choice((0, 0, None)),
+        shared_prefix_checkpoint=rng.random() < 0.3,
+        watermark=rng.choice((0.0, 0.0, 0.1)),
+        reserve_full_prompt=rng.random() < 0.7,
+        long_prefill_threshold=rng.choice((0, 0, 0, 6)),
+        recompute_failed_loads=rng.random() < 0.6,
+        faults=frozenset(site for site in FAULT_SITES if rng.random() < FAULT_ON),
+        actions_off=frozenset(a for a in ("abort", "reset", "pause", "preempt") if rng.random() < 0.4),
+    )
+    if not params.chunked_prefill:
+        params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
+    return _fit(params)
+
+
+class _Limits:
+    """The part of a config that specs read to say how much a request needs."""
+
+    def __init__(self, params: SimParams, max_model_len: int) -> None:
+        steps = params.pipeline_stages + (1 if params.async_scheduling else 0)
+        self.model_config = self
+        self.parallel_config = self
+        self.scheduler_config = self
+        self.max_model_len = max_model_len
+        self.decode_context_parallel_size = 1
+        self.max_num_encoder_input_tokens = 0
+        self.max_in_flight_tokens = steps * params.max_num_batched_tokens
+
+
+def _fit(params: SimParams) -> SimParams:
+    """Shorten requests, then grow the pool, until one request of full length fits beside the null block."""
+    length, blocks = params.max_model_len, params.device_blocks
+
+    def needed(tokens: int) -> int:
+        limits = _Limits(params, tokens)
+        specs = [
+            replace(s, block_size=tokens) if isinstance(s, MambaSpec) and s.mamba_cache_mode == "none" else s
+            for s in params.specs
+        ]
+        return sum(s.max_blocks_per_request(limits) for s in specs) + 1
+
+    while needed(length) > blocks and length > 12:
+        length -= 4
+    blocks = max(blocks, needed(length))
+    specs = tuple(
+        replace(s, block_size=length) if isinstance(s, MambaSpec) and s.mamba_cache_mode == "none" else s
+        for s in params.specs
+    )
+    return replace(params, specs=specs, max_model_len=length, device_blocks=blocks)

@@ -1,0 +1,449 @@
+"""One run: the world, its outside view, and every action that may be taken in it.
+
+An action takes its chance from a stream of its own, named by its place in the list, so that actions can be dropped
+from the list (to shorten a failure) without changing what the others do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from tests.sim.device import RingGroup, StateGroup
+from tests.sim.events import Consumer
+from tests.sim.failure import SimFailure, require
+from tests.sim.marks import Marks
+from tests.sim.params import SimParams
+from tests.sim.registry import HashRegistry
+from tests.sim.rng import Streams
+from tests.sim.worker import SimWorker, Step
+from tests.sim.workload import Truth, Workload, make_request
+from tests.sim.world import build_world
+from vllm.outputs import RequestError
+from vllm.v1.core.block_hash import make_block_hash_with_group_id
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.message_types import FinishReason
+from vllm.v1.messages import EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+from vllm.v1.simple_kv_offload.transfer import Transfer
+
+LIVE_REQUESTS_MAX = 9
+
+
+class Run:
+    """State of one run. Nothing here decides what happens next; see driver.py."""
+
+    def __init__(self, params: SimParams) -> None:
+        self.params = params
+        self.streams = Streams(params.seed)
+        self.marks = Marks()
+        self.world = build_world(params)
+        self.scheduler = self.world.scheduler
+        self.worker = SimWorker(params, self.marks, self.fault)
+        self.workload = Workload(params, self.streams.stream("workload"))
+        self.truths: dict[str, Truth] = {}
+        self.requests: dict[str, Request] = {}
+        self.steps: deque[Step] = deque()
+        self.consumer = Consumer(self.world.publisher)
+        self.registry = HashRegistry(self.world.hash_block_size)
+        self.seen_host_entries: set[tuple[int, bytes]] = set()
+        self.must_be_stored: set[bytes] = set()
+        self.store_excuse: str | None = None
+        """Why something may rightly be missing below: no room, a fault, a reset."""
+        self.draining = False
+        self.idle_steps = 0
+        self._writes: dict[int, dict[str, set[int]]] = {}
+        self._asked: dict[str, int] = {}
+
+    # --- views ----------------------------------------------------------------------------------------------------
+
+    @property
+    def device_pool(self) -> BlockPool:
+        """The device tier."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def offload(self) -> SimpleCPUOffloadScheduler | None:
+        """The offload manager, if there is one."""
+        connector = self.world.connector
+        return None if connector is None else connector.scheduler_manager
+
+    @property
+    def host_pool(self) -> BlockPool | None:
+        """The tier below the device."""
+        return None if self.offload is None else self.offload.tier.pool
+
+    def store_transfers(self) -> list[Transfer]:
+        """Planned and submitted stores."""
+        if self.offload is None:
+            return []
+        side = self.offload.store_side
+        return [*side.planned, *side.table.transfers]
+
+    def offload_tables(self) -> dict[str, object]:
+        """What the offload manager remembers per request or transfer; empty at rest."""
+        if self.offload is None:
+            return {}
+        stores, loads = self.offload.store_side, self.offload.load_side
+        return {
+            "stores planned": stores.planned,
+            "stores running": list(stores.table),
+            "keys in flight": stores.in_flight,
+            "store states": stores.states,
+            "store requests": stores.requests,
+            "loads": loads.loads,
+            "abandoned loads": loads.abandoned,
+            "undeliverable": loads.undeliverable,
+            "promises": self.offload._pending_cpu_hits,
+        }
+
+    def written_blocks(self, step: Step) -> dict[str, set[int]]:
+        """Device blocks that a scheduled step writes, by request."""
+        return self._writes.get(id(step), {})
+
+    def live(self) -> list[Truth]:
+        """Requests whose client still waits."""
+        return [truth for truth in self.truths.values() if not truth.done]
+
+    def fault(self, site: str, rng: random.Random) -> bool:
+        """Whether the fault at this site happens now."""
+        if self.draining or site not in self.params.faults:
+            return False
+        if rng.random() >= self.params.fault_probability:
+            return False
+        self.store_excuse = self.store_excuse or site
+        return True
+
+    # --- actions --------------------------------------------------------------------------------------------------
+
+    def enabled(self) -> dict[str, int]:
+        """Actions that make sense now, with their weights."""
+        weights: dict[str, int] = {"tick": 1}
+        live = len(self.live())
+        if live < LIVE_REQUESTS_MAX:
+            weights["arrive"] = 8 if live < 3 else 3
+        if live and "abort" not in self.params.actions_off:
+            weights["abort"] = 1
+        if len(self.steps) < self.params.depth and self.scheduler.has_requests():
+            weights["schedule"] = 12
+        if any(not step.executed for step in self.steps):
+            weights["execute"] = 10
+        if self.steps and self.steps[0].executed:
+            weights["finish"] = 10
+        if any(lanes.movable() for lanes in self.worker.lanes):
+            weights["copy"] = 10
+        if any(job.stalled for lanes in self.worker.lanes for job in lanes.running):
+            weights["unstall"] = 1
+        if "poison" in self.params.faults:
+            weights["poison"] = 3
+        if "reset" not in self.params.actions_off:
+            weights["reset"] = 1
+        if "pause" not in self.params.actions_off:
+            weights["pause"] = 1 if self.scheduler.pause_state is PauseState.UNPAUSED else 6
+        return weights
+
+    def act(self, name: str, place: int) -> None:
+        """Take one action; one that is not possible (any more) does nothing."""
+        if name not in self.enabled():
+            return
+        rng = self.streams.stream(f"{place}/{name}")
+        try:
+            getattr(self, f"_do_{name}")(rng)
+        except SimFailure:
+            raise
+        except Exception as error:
+            raise SimFailure("CRASH", f"{name}: {type(error).__name__}: {error}") from error
+
+    def _do_tick(self, rng: random.Random) -> None:
+        self.world.clock.advance(rng.choice((0.001, 0.1, 5.0)))
+
+    def _do_arrive(self, rng: random.Random) -> None:
+        truth = self.workload.draw(rng)
+        if truth.request_id in self.truths:
+            return
+        self.truths[truth.request_id] = truth
+        self.worker.identities[truth.request_id] = (truth.salt, truth.adapter)
+        request = make_request(truth, self.world.clock.time(), self.world.hasher)
+        self.requests[truth.request_id] = request
+        self.registry.learn(request)
+        self.scheduler.add_request(request)
+        if truth.salt is not None:
+            self.marks.hit("salted request")
+        if truth.adapter is not None:
+            self.marks.hit("adapter request")
+
+    def _do_abort(self, rng: random.Random) -> None:
+        truth = rng.choice(self.live())
+        request = self.requests[truth.request_id]
+        self._mark_abort(request)
+        truth.ended_by = "abort"
+        self.scheduler.finish_requests(truth.request_id, RequestStatus.FINISHED_ABORTED)
+        if rng.random() < 0.2:
+            self.scheduler.finish_requests(truth.request_id, RequestStatus.FINISHED_ABORTED)
+
+    def _mark_abort(self, request: Request) -> None:
+        status = request.status
+        if status is RequestStatus.RUNNING:
+            self.marks.hit("abort while running")
+        elif status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.marks.hit("abort during load")
+        elif status is RequestStatus.WAITING:
+            self.marks.hit("abort while waiting")
+        if any(t.owner and request.request_id in t.owner for t in self.store_transfers()):
+            self.marks.hit("abort with a store in flight")
+
+    def _do_schedule(self, rng: random.Random) -> None:
+        before = dict.fromkeys(self.scheduler.requests)
+        preempted_before = {r: q.num_preemptions for r, q in self.scheduler.requests.items()}
+        running_stores = any(not t.ended for t in self.store_transfers())
+        output = self.scheduler.schedule()
+        del before
+        self._check_step(output)
+        step = Step(output, self.worker.version)
+        self.steps.append(step)
+        self._writes[id(step)] = self._plan_writes(output)
+        if self.fault("step fails", rng) and output.num_scheduled_tokens:
+            step.fails = True
+            self.marks.hit("step failed")
+        if len(self.steps) > 1:
+            self.marks.hit("two steps in flight")
+        if len(self.steps) > 2:
+            self.marks.hit("three steps in flight")
+        for request_id, request in self.scheduler.requests.items():
+            if request.num_preemptions > preempted_before.get(request_id, 0):
+                self.marks.hit("preempt")
+                if running_stores:
+                    self.marks.hit("preempt with a store in flight")
+        self._mark_step(output)
+
+    def _plan_writes(self, output: SchedulerOutput) -> dict[str, set[int]]:
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        writes = {}
+        for request_id, count in output.num_scheduled_tokens.items():
+            tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            start, end = starts[request_id], starts[request_id] + count
+            blocks: set[int] = set()
+            for group, table in zip(self.worker.groups, tables, strict=True):
+                first, last = start // group.block_size, (end - 1) // group.block_size
+                if isinstance(group, RingGroup):
+                    first = last = 0
+                elif isinstance(group, StateGroup):
+                    first = last
+                blocks |= {block for block in table[first : last + 1] if block}
+            writes[request_id] = blocks
+        return writes
+
+    def _check_step(self, output: SchedulerOutput) -> None:
+        """I8 for one step, and I10's idle steps."""
+        params, counts = self.params, output.num_scheduled_tokens
+        total = sum(counts.values())
+        require(
+            total == output.total_num_scheduled_tokens,
+            "I8",
+            f"total {output.total_num_scheduled_tokens} != {total}",
+        )
+        require(
+            total <= params.max_num_batched_tokens,
+            "I8",
+            f"{total} tokens in a step of {params.max_num_batched_tokens}",
+        )
+        require(
+            len(counts) <= params.max_num_seqs,
+            "I8",
+            f"{len(counts)} requests in a step of {params.max_num_seqs}",
+        )
+        require(all(count > 0 for count in counts.values()), "I8", f"a request without tokens in {counts}")
+        if self.scheduler.pause_state is PauseState.PAUSED_ALL:
+            require(not counts, "I8", f"{sorted(counts)} scheduled while all is paused")
+        for new in output.scheduled_new_reqs:
+            truth = self.truths[new.req_id]
+            tokens = list(new.prefill_token_ids or new.prompt_token_ids or ())
+            known = [*truth.prompt, *truth.output]
+            require(
+                tokens == known[: len(tokens)],
+                "I9",
+                f"{new.req_id} resumes with tokens {tokens}, expected {known}",
+            )
+            if new.num_computed_tokens:
+                self.marks.hit("local hit")
+                if self.requests[new.req_id].num_preemptions:
+                    self.marks.hit("resumed with a hit")
+                if new.num_computed_tokens == len(tokens) - 1:
+                    self.marks.hit("full prompt cached")
+        self._count_idle(bool(counts))
+
+    def _count_idle(self, busy: bool) -> None:
+        """I10: steps without tokens although requests wait and nothing is under way that could free them."""
+        waiting = any(not truth.done for truth in self.truths.values())
+        paused = self.scheduler.pause_state is not PauseState.UNPAUSED
+        if busy or not waiting or paused or self.worker.copying() or self.steps:
+            self.idle_steps = 0
+            return
+        self.idle_steps += 1
+        require(self.idle_steps < 8, "I10", f"{self.idle_steps} idle steps in a row with requests waiting")
+
+    def _mark_step(self, output: SchedulerOutput) -> None:
+        scheduler = self.scheduler
+        counts = scheduler.get_request_counts()
+        if counts[1] and len(scheduler.running) < self.params.max_num_seqs and output.num_scheduled_tokens:
+            self.marks.hit("request waits for memory")
+        for request in scheduler.requests.values():
+            if request.num_overtaken:
+                self.marks.hit("overtaken")
+        offload = self.offload
+        if offload is None:
+            return
+        for request in scheduler.requests.values():
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self.marks.hit("external hit")
+        if offload.store_side.planned or len(offload.store_side.table):
+            self.marks.hit("lazy store" if self.params.lazy else "eager store")
+        if offload.tier.num_stageable == 0:
+            self._excuse("host full")
+        if offload.tier.evictions:
+            self._excuse("host eviction")
+        for request_id in offload._pending_cpu_hits:
+            self._asked[request_id] = self._asked.get(request_id, 0) + 1
+            if self._asked[request_id] > 1:
+                self.marks.hit("repeated ask")
+
+    def _excuse(self, mark: str) -> None:
+        self.marks.hit(mark)
+        self.store_excuse = self.store_excuse or mark
+
+    def _do_execute(self, rng: random.Random) -> None:
+        step = next(step for step in self.steps if not step.executed)
+        self.worker.execute(step, rng)
+
+    def _do_finish(self, rng: random.Random) -> None:
+        step = self.steps.popleft()
+        self._writes.pop(id(step), None)
+        outputs = self.worker.runner_outputs(step, rng)
+        if step.fails:
+            self._fail_step(step, outputs)
+            return
+        combined = self.world.aggregator.aggregate(outputs)
+        assert combined is not None
+        self._inject_nan(step, combined, rng)
+        report = combined.kv_connector_output
+        failed = set() if report is None else set(report.failed_recving)
+        for request_id in failed:
+            self._note_failed_load(request_id)
+        self._take(self.scheduler.update_from_output(step.output, combined))
+
+    def _fail_step(self, step: Step, outputs: list) -> None:
+        for request_id in step.output.num_scheduled_tokens:
+            truth = self.truths[request_id]
+            if not truth.done:
+                truth.ended_by = truth.ended_by or "step failed"
+        self.world.aggregator.ft_defer_kv_connector_outputs(outputs)
+        error = RequestError("step_failed", "the step failed")
+        self._take(self.scheduler.fail_step(step.output, error))
+
+    def _inject_nan(self, step: Step, combined: object, rng: random.Random) -> None:
+        sampled = [request_id for request_id, tokens in step.sampled.items() if tokens]
+        if not sampled or not self.fault("nan", rng):
+            return
+        victim = rng.choice(sampled)
+        if not self.truths[victim].done and not self.requests[victim].is_finished():
+            self.truths[victim].ended_by = "NaN"
+            combined.num_nans_in_logits = {victim: 1}
+            self.marks.hit("NaN logits")
+
+    def _note_failed_load(self, request_id: str) -> None:
+        truth = self.truths[request_id]
+        if self.params.recompute_failed_loads:
+            self.marks.hit("failed load, recompute")
+        elif not truth.done:
+            truth.ended_by = truth.ended_by or "load failed"
+            self.marks.hit("failed load, error")
+
+    def _take(self, messages: dict[int, EngineCoreOutputs]) -> None:
+        """What the clients hear."""
+        for message in messages.values():
+            for output in message.outputs:
+                truth = self.truths[output.request_id]
+                require(
+                    truth.finish_reason is None,
+                    "I9",
+                    f"{output.request_id} gets output after its end ({truth.finish_reason})",
+                )
+                if truth.ended_by == "abort":
+                    continue
+                truth.delivered += output.new_token_ids
+                expected = truth.output[: len(truth.delivered)]
+                require(
+                    truth.delivered == expected,
+                    "I9",
+                    f"{output.request_id} answers {truth.delivered}, expected {truth.output}",
+                )
+                if output.finish_reason is not None:
+                    self._note_end(truth, output.finish_reason)
+        for request in list(self.scheduler.requests.values()):
+            self.registry.learn(request)
+
+    def _note_end(self, truth: Truth, reason: FinishReason) -> None:
+        truth.finish_reason = str(reason)
+        if any(truth.request_id in step.output.num_scheduled_tokens for step in self.steps):
+            self.marks.hit("finish with a step in flight")
+        require(
+            str(reason) != "error" or truth.ended_by is not None,
+            "I9",
+            f"{truth.request_id} ends with an error although nothing failed",
+        )
+        self._expect_stored(truth)
+
+    def _expect_stored(self, truth: Truth) -> None:
+        """Full-attention blocks of a request that ended well must be below when all has come to rest."""
+        if truth.ended_by is not None or self.offload is None:
+            return
+        request = self.requests[truth.request_id]
+        self.registry.learn(request)
+        group_id = self.offload.fa_gidx
+        size = self.params.specs[group_id].block_size
+        confirmed = request.num_tokens - 1
+        for end in range(size, confirmed + 1, size):
+            index = end // self.world.hash_block_size - 1
+            if index < len(request.block_hashes):
+                self.must_be_stored.add(make_block_hash_with_group_id(request.block_hashes[index], group_id))
+
+    def _do_copy(self, rng: random.Random) -> None:
+        rng.choice([lanes for lanes in self.worker.lanes if lanes.movable()]).advance(rng)
+
+    def _do_unstall(self, rng: random.Random) -> None:
+        jobs = [job for lanes in self.worker.lanes for job in lanes.running if job.stalled]
+        rng.choice(jobs).stalled = False
+
+    def _do_poison(self, rng: random.Random) -> None:
+        """Overwrite what nobody may ever read: free blocks without a cache entry, while the device is idle."""
+        if any(not step.executed for step in self.steps) or self.worker.copying():
+            return
+        for block in self.device_pool.free_block_queue.get_all_free_blocks():
+            if block.block_hash is None and rng.random() < 0.5:
+                for memory in self.worker.devices:
+                    memory.page(block.block_id).poison()
+
+    def _do_reset(self, rng: random.Random) -> None:
+        running, connector = rng.random() < 0.5, rng.random() < 0.6
+        if self.steps:
+            self.marks.hit("reset in flight")
+        self.marks.hit("reset with running requests" if running else "reset")
+        if (running and connector) or (running and self.offload is None):
+            # From here on the old bytes are wrong: reset is what callers use after a change of weights.
+            self.worker.version += 1
+        if not self.scheduler.reset_prefix_cache(running, connector):
+            self.marks.hit("reset refused")
+        self._excuse("reset")
+        self.must_be_stored.clear()
+
+    def _do_pause(self, rng: random.Random) -> None:
+        if self.scheduler.pause_state is PauseState.UNPAUSED:
+            self.scheduler.set_pause_state(rng.choice((PauseState.PAUSED_NEW, PauseState.PAUSED_ALL)))
+            self.marks.hit("paused")
+        else:
+            self.scheduler.set_pause_state(PauseState.UNPAUSED)

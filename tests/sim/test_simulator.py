@@ -1,0 +1,48 @@
+"""The simulator in the test suite: clean seeds, kept regressions, every mark reached, every mutant caught."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.sim.batch import first_failure, run_batch
+from tests.sim.driver import replay, run_seed
+from tests.sim.marks import MARKS
+from tests.sim.mutants import MUTANTS
+from tests.sim.shrink import REGRESSIONS, load
+
+TICKS = 300
+SEEDS = 500
+MUTANT_SEEDS = 100
+JOBS = min(4, os.cpu_count() or 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_seeds_are_clean_and_reach_every_mark() -> None:
+    summary = run_batch(range(SEEDS), TICKS, JOBS)
+    failures = "\n".join(f"python -m tests.sim --seed {s} --ticks {TICKS}: {m}" for s, m in summary.failures[:5])
+    assert not summary.failures, failures
+    assert not MARKS - summary.marks.keys()
+
+
+@pytest.mark.parametrize("path", sorted(REGRESSIONS.glob("*.json")), ids=lambda path: path.stem)
+def test_regressions_stay_fixed(path: Path) -> None:
+    seed, actions = load(path)
+    failure = replay(seed, actions).failure
+    assert failure is None, str(failure)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(name for name in MUTANTS if name != "none"))
+def test_planted_bugs_are_caught(name: str) -> None:
+    assert first_failure(range(MUTANT_SEEDS), TICKS, name) is not None, f"{name} survived {MUTANT_SEEDS} seeds"
+
+
+def test_a_run_is_a_function_of_its_seed() -> None:
+    first, second = run_seed(7, 120), run_seed(7, 120)
+    assert first.actions == second.actions
+    assert first.marks == second.marks

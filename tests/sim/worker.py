@@ -1,0 +1,320 @@
+"""The workers of all ranks as one fake: request rows, the forward, connector orders and reports.
+
+Keeps its own copy of tokens and block tables, as real workers do, so that a scheduler which forgets to tell them
+something is found out. Steps run in order; copies submitted by a step may start once its forward has run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.sim.content import Chain, next_token, root
+from tests.sim.copies import CopyJob, Lanes
+from tests.sim.device import Memory, Rows, forward, make_groups
+from tests.sim.failure import require
+from tests.sim.marks import Marks
+from tests.sim.params import SimParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.simple_kv_offload.metadata import (
+    INVALID_JOB_ID,
+    SimpleCPUOffloadMetadata,
+    SimpleCPUOffloadWorkerMetadata,
+)
+
+FaultDraw = Callable[[str, random.Random], bool]
+
+
+@dataclass
+class WorkerRequest:
+    """One request as the workers know it."""
+
+    chain: Chain
+    tables: list[list[int]]
+    replay_start: int
+    cached_end: int
+    """Tokens that were cached when the request was admitted; replay does not rewrite them."""
+
+
+@dataclass
+class Step:
+    """One scheduled step on its way through the workers. `version`: the weights when it was scheduled."""
+
+    output: SchedulerOutput
+    version: int
+    fails: bool = False
+    executed: bool = False
+    sampled: dict[str, list[int]] = field(default_factory=dict)
+
+
+class SimWorker:
+    """All ranks together; memory and lanes per rank, request rows once."""
+
+    def __init__(self, params: SimParams, marks: Marks, fault: FaultDraw) -> None:
+        self.params = params
+        self.marks = marks
+        self.fault = fault
+        self.groups = make_groups(params.specs, params.ring_ratio)
+        self.devices = [Memory(params.device_blocks) for _ in range(params.ranks)]
+        self.hosts = [Memory(max(1, params.host_blocks)) for _ in range(params.ranks)]
+        self.lanes = [Lanes(d, h) for d, h in zip(self.devices, self.hosts, strict=True)]
+        self.requests: dict[str, WorkerRequest] = {}
+        self.ghosts: set[str] = set()
+        """Requests whose step failed: what later steps compute for them is void."""
+        self._failed_loads: set[str] = set()
+        self._replay_tokens = max((s.prefix_replay_tokens for s in params.specs), default=0)
+        self._load_order: list[int] = []
+        self.identities: dict[str, tuple[str | None, str | None]] = {}
+        """(salt, adapter) by request: workers are not told the salt, but fingerprints need it."""
+        self.version = 0
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def execute(self, step: Step, rng: random.Random) -> None:
+        """Run one step on all ranks; leaves the sampled tokens by request in it, or None if it fails."""
+        output, fails = step.output, step.fails
+        self._apply_requests(output)
+        batch = [] if fails else self._batch(output, step.version)
+        for memory in self.devices:
+            for block_id in output.new_block_ids_to_zero or ():
+                memory.page(block_id).poison()
+            for source, target in output.kv_cache_block_copies or ():
+                memory.page(target).copy(memory.page(source))
+                self.marks.hit("copy on write")
+            if not fails:
+                forward(memory, self.groups, batch)
+        self._mark_kinds(batch)
+        self._submit_copies(output, rng)
+        step.executed = True
+        if fails:
+            self.ghosts |= set(output.num_scheduled_tokens)
+            return
+        step.sampled = {rows.request_id: self._sample(rows) for rows in batch}
+
+    def _apply_requests(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self.requests.pop(request_id, None)
+            self.ghosts.discard(request_id)
+        for request_id in output.preempted_req_ids or ():
+            self.requests.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self._add(new)
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            request = self.requests.get(request_id)
+            require(
+                request is not None,
+                "I6",
+                f"the workers hear of {request_id} for the first time in a cached row",
+            )
+            new_ids = cached.new_block_ids[i]
+            assert request is not None
+            if request_id in cached.resumed_req_ids:
+                require(new_ids is not None, "I6", f"resumed {request_id} has no block table")
+                request.tables = [list(ids) for ids in new_ids or ()]
+            elif new_ids is not None:
+                for table, ids in zip(request.tables, new_ids, strict=True):
+                    table.extend(ids)
+
+    def _add(self, new: NewRequestData) -> None:
+        tokens = list(new.prefill_token_ids or new.prompt_token_ids or ())
+        salt, adapter = self.identities[new.req_id]
+        require(
+            len(new.block_ids) == len(self.groups),
+            "I6",
+            f"{new.req_id} has tables of {len(new.block_ids)} groups",
+        )
+        replay_end = new.replay_start + self._replay_tokens if new.replay_start else 0
+        self.requests[new.req_id] = WorkerRequest(
+            Chain(root(salt, adapter), tokens),
+            [list(ids) for ids in new.block_ids],
+            new.replay_start,
+            replay_end,
+        )
+
+    def _batch(self, output: SchedulerOutput, version: int) -> list[Rows]:
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        require(
+            set(starts) == set(output.num_scheduled_tokens),
+            "I8",
+            f"step names rows of {sorted(starts)} but tokens of {sorted(output.num_scheduled_tokens)}",
+        )
+        batch = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            if request_id in self.ghosts:
+                continue
+            request = self.requests[request_id]
+            start, end = starts[request_id], starts[request_id] + count
+            known = len(request.chain.tokens)
+            require(
+                end <= known, "I6", f"{request_id} is to compute [{start}, {end}) of {known} known tokens"
+            )
+            batch.append(
+                Rows(
+                    request_id,
+                    request.chain,
+                    request.tables,
+                    start,
+                    end,
+                    request.replay_start,
+                    request.cached_end,
+                )
+            )
+        return batch
+
+    def _sample(self, rows: Rows) -> list[int]:
+        if rows.end < len(rows.chain.tokens):
+            return []
+        token = next_token(rows.chain.prints[rows.end])
+        rows.chain.append(token)
+        return [token]
+
+    def _mark_kinds(self, batch: list[Rows]) -> None:
+        for rows in batch:
+            if rows.replay_end:
+                self.marks.hit("bounded replay")
+            for group in self.groups:
+                spec = group.spec
+                if (
+                    isinstance(spec, SlidingWindowSpec)
+                    and rows.start >= spec.sliding_window + spec.block_size
+                ):
+                    self.marks.hit("window slid")
+                if isinstance(spec, MambaSpec) and rows.start > 0:
+                    self.marks.hit("state kept")
+                if not spec.prefix_cacheable and not spec.prefix_replay_tokens:
+                    self.marks.hit("ring used")
+
+    # --- copies ---------------------------------------------------------------------------------------------------
+
+    def _submit_copies(self, output: SchedulerOutput, rng: random.Random) -> None:
+        meta = output.kv_connector_metadata
+        if not isinstance(meta, SimpleCPUOffloadMetadata):
+            return
+        self._failed_loads |= set(meta.failed_load_reqs)
+        for lanes in self.lanes:
+            if meta.load_event != INVALID_JOB_ID:
+                pairs = list(zip(meta.load_cpu_blocks, meta.load_gpu_blocks, strict=True))
+                ids = meta.load_event_to_reqs[meta.load_event]
+                counts = meta.load_block_counts or [len(pairs)] * len(ids)
+                lanes.submit(
+                    self._job(meta.load_event, False, pairs, list(zip(ids, counts, strict=True)), rng)
+                )
+            if meta.store_event != INVALID_JOB_ID:
+                pairs = list(zip(meta.store_gpu_blocks, meta.store_cpu_blocks, strict=True))
+                lanes.submit(self._job(meta.store_event, True, pairs, [], rng))
+        if meta.load_event != INVALID_JOB_ID:
+            self._load_order.append(meta.load_event)
+
+    def _job(
+        self,
+        event: int,
+        is_store: bool,
+        pairs: list[tuple[int, int]],
+        requests: list[tuple[str, int]],
+        rng: random.Random,
+    ) -> CopyJob:
+        job = CopyJob(event, is_store, pairs, requests)
+        if pairs and self.fault("store fails" if is_store else "load fails", rng):
+            job.fails_at = rng.randrange(len(pairs))
+            job.bad_source = not is_store and self.fault("bad source", rng)
+        if self.fault("stall", rng):
+            job.stalled = True
+            self.marks.hit("stall")
+        return job
+
+    def copying(self) -> bool:
+        """Some rank has a copy that runs or is not reported."""
+        return any(lanes.busy for lanes in self.lanes)
+
+    def device_targets(self) -> dict[int, str]:
+        """Device blocks that running loads write, with who writes them."""
+        targets = {}
+        for lanes in self.lanes[:1]:
+            for job in lanes.running:
+                if not job.is_store:
+                    for _, target in job.pairs:
+                        require(target not in targets, "I3", f"two loads write device block {target}")
+                        targets[target] = f"load {job.event}"
+        return targets
+
+    def check_host_targets(self) -> None:
+        """No host block is the target of two running stores, or source of a load while a store writes it."""
+        for rank, lanes in enumerate(self.lanes):
+            written: set[int] = set()
+            for job in lanes.running:
+                if job.is_store:
+                    for _, target in job.pairs:
+                        require(
+                            target not in written, "I3", f"rank {rank}: two stores write host block {target}"
+                        )
+                        written.add(target)
+            for job in lanes.running:
+                if not job.is_store:
+                    both = written & {source for source, _ in job.pairs[job.done_pairs :]}
+                    require(
+                        not both, "I3", f"rank {rank}: load {job.event} reads host blocks {both} being stored"
+                    )
+
+    # --- reports --------------------------------------------------------------------------------------------------
+
+    def reports(self, rng: random.Random) -> list[KVConnectorOutput | None]:
+        """What each rank has to say with its next output; ranks may keep finished jobs back for later."""
+        reports: list[KVConnectorOutput | None] = []
+        failed, self._failed_loads = self._failed_loads, set()
+        for lanes in self.lanes:
+            told = [job for job in lanes.unreported if not self.fault("report late", rng)]
+            lanes.unreported = [job for job in lanes.unreported if job not in told]
+            reports.append(self._report(told, failed))
+        open_events = [
+            {j.event for j in lanes.running + lanes.unreported if j.is_store} for lanes in self.lanes
+        ]
+        if any(events != open_events[0] for events in open_events):
+            self.marks.hit("rank skew")
+        return reports
+
+    def _report(self, jobs: list[CopyJob], failed_now: set[str]) -> KVConnectorOutput | None:
+        if not jobs and not failed_now:
+            return None
+        received, failed = set(failed_now), set(failed_now)
+        meta = SimpleCPUOffloadWorkerMetadata()
+        for job in jobs:
+            if job.is_store:
+                counts = meta.failed_store_events if job.failed else meta.completed_store_events
+                counts[job.event] = 1
+                if job.failed:
+                    self.marks.hit("failed store")
+                continue
+            lost = job.failed_requests()
+            received |= {request_id for request_id, _ in job.requests}
+            failed |= lost
+            if lost:
+                self.marks.hit("failed load")
+            if lost and job.bad_source:
+                meta.bad_cpu_blocks.add(job.pairs[job.done_pairs][0])
+                self.marks.hit("lost block reported")
+            if job.event in self._load_order:
+                if self._load_order[0] != job.event:
+                    self.marks.hit("loads finish out of order")
+                self._load_order.remove(job.event)
+        return KVConnectorOutput(
+            finished_recving=received or None, failed_recving=failed, kv_connector_worker_meta=meta
+        )
+
+    def runner_outputs(self, step: Step, rng: random.Random) -> list[ModelRunnerOutput]:
+        """The outputs of all ranks for one step that ran."""
+        ids = list(step.output.num_scheduled_tokens)
+        return [
+            ModelRunnerOutput(
+                req_ids=list(ids),
+                req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+                sampled_token_ids=[list(step.sampled.get(request_id, [])) for request_id in ids],
+                kv_connector_output=report,
+            )
+            for report in self.reports(rng)
+        ]

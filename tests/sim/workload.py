@@ -1,0 +1,102 @@
+"""Requests: prompts from a small tree of shared prefixes over a tiny alphabet, lengths at block edges ± 1."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from tests.sim.content import ALPHABET, Chain, expected_output, root
+from tests.sim.params import SimParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import BlockHasher, Request
+
+_PREFIXES = 3
+
+
+@dataclass
+class Truth:
+    """What is known of a request from outside the engine."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    ignore_eos: bool
+    salt: str | None
+    adapter: str | None
+    priority: int
+    chain: Chain = field(repr=False)
+    output: list[int] = field(default_factory=list)
+    """The whole answer of an undisturbed run."""
+    delivered: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    ended_by: str | None = None
+    """Why it may end early: aborted, failed load, failed step, NaN."""
+
+    @property
+    def done(self) -> bool:
+        """The client will hear nothing more."""
+        return self.finish_reason is not None or self.ended_by == "abort"
+
+
+class Workload:
+    """Draws requests for one seed."""
+
+    def __init__(self, params: SimParams, rng: random.Random) -> None:
+        self._params = params
+        self._edges = sorted({s.block_size for s in params.specs if s.block_size <= 8})
+        longest = params.max_model_len
+        self._prefixes = [[rng.randint(1, ALPHABET) for _ in range(longest)] for _ in range(_PREFIXES)]
+        self._salts = rng.random() < 0.3
+        self._adapters = rng.random() < 0.3
+        self._count = 0
+
+    def draw(self, rng: random.Random) -> Truth:
+        """A new request."""
+        params = self._params
+        self._count += 1
+        prefix = rng.choice(self._prefixes)
+        length = self._length(rng, params.max_model_len - 1)
+        shared = length if rng.random() < 0.5 else min(length, self._length(rng, length))
+        prompt = prefix[:shared] + [rng.randint(1, ALPHABET) for _ in range(length - shared)]
+        salt = rng.choice(("s", "X")) if self._salts and rng.random() < 0.4 else None
+        adapter = rng.choice(("a", "X")) if self._adapters and rng.random() < 0.4 else None
+        truth = Truth(
+            request_id=f"r{self._count}",
+            prompt=prompt,
+            max_tokens=rng.choice((1, 1, 2, 3, 5, 9, 17)),
+            ignore_eos=rng.random() < 0.5,
+            salt=salt,
+            adapter=adapter,
+            priority=rng.randint(0, 2),
+            chain=Chain(root(salt, adapter), list(prompt)),
+        )
+        truth.output = expected_output(truth.chain, truth.max_tokens, params.max_model_len, truth.ignore_eos)
+        return truth
+
+    def _length(self, rng: random.Random, longest: int) -> int:
+        """A length at a block edge, one below or one above."""
+        edge = rng.choice(self._edges or [4])
+        blocks = rng.randint(0, max(1, longest // edge))
+        return max(1, min(longest, edge * blocks + rng.choice((-1, 0, 0, 1))))
+
+
+def make_request(truth: Truth, arrival_time: float, hasher: BlockHasher | None) -> Request:
+    """The engine's request for it."""
+    sampling = SamplingParams(max_tokens=truth.max_tokens, ignore_eos=truth.ignore_eos, temperature=0.0)
+    sampling.update_from_generation_config({}, 0)
+    adapters = {"a": 1, "X": 2}
+    lora = None
+    if truth.adapter is not None:
+        lora = LoRARequest(truth.adapter, adapters[truth.adapter], f"/adapters/{truth.adapter}")
+    return Request(
+        request_id=truth.request_id,
+        prompt_token_ids=list(truth.prompt),
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=arrival_time,
+        lora_request=lora,
+        cache_salt=truth.salt,
+        priority=truth.priority,
+        block_hasher=hasher,
+    )

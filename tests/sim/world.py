@@ -1,0 +1,171 @@
+"""One seed's object graph: the real scheduler, KV manager, offload manager and events round fake edges."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from tests.sim.clock import SimClock
+from tests.sim.events import CapturingPublisher
+from tests.sim.params import SimParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    LoRAConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
+from vllm.v1.core.kv_cache_sizes import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import BlockHasher
+from vllm.v1.structured_output import StructuredOutputManager
+
+logging.getLogger("vllm").setLevel(logging.CRITICAL)
+HASH_FN = get_hash_fn_by_name("sha256")
+
+
+@dataclass
+class World:
+    """The real objects of one run, and the edges they were given."""
+
+    params: SimParams
+    config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    scheduler: Scheduler
+    connector: KVConnectorBase_V1 | None
+    aggregator: KVOutputAggregator
+    publisher: CapturingPublisher
+    clock: SimClock
+    hasher: BlockHasher | None
+    scheduler_block_size: int
+    hash_block_size: int
+
+
+def _model_config(params: SimParams) -> SimpleNamespace:
+    """What the core reads of a model; no file is touched."""
+    return SimpleNamespace(
+        max_model_len=params.max_model_len,
+        original_max_model_len=params.max_model_len,
+        is_hybrid=False,
+        is_attention_free=False,
+        is_encoder_decoder=False,
+        is_multimodal_model=False,
+        multimodal_config=None,
+        runner_type="generate",
+        skip_tokenizer_init=True,
+        supports_kv_cache_grouping=False,
+        enforce_eager=True,
+        use_mla=False,
+        dtype=None,
+        quantization=None,
+        uses_mrope=False,
+    )
+
+
+def _transfer_config(params: SimParams) -> KVTransferConfig | None:
+    if params.host_blocks == 0:
+        return None
+    extra: dict[str, object] = {
+        "cpu_bytes_to_use": 1 << 40,
+        "num_cpu_blocks": params.host_blocks,
+        "lazy_offload": params.lazy,
+    }
+    if params.disk:
+        extra |= {
+            "kv_offload_backend": "disk",
+            "disk_path": "/nonexistent/sim",
+            "disk_capacity_bytes": 1 << 40,
+        }
+    return KVTransferConfig(
+        kv_connector="SimpleCPUOffloadConnector",
+        kv_role="kv_both",
+        engine_id="sim",
+        kv_connector_extra_config=extra,
+        kv_load_failure_policy="recompute" if params.recompute_failed_loads else "fail",
+    )
+
+
+def _vllm_config(params: SimParams) -> VllmConfig:
+    config = VllmConfig(
+        model_config=_model_config(params),
+        cache_config=CacheConfig(
+            block_size=params.specs[0].block_size,
+            enable_prefix_caching=params.prefix_caching,
+            prefix_match_unit=params.match_unit,
+            prefix_cache_retention_interval=params.retention,
+            enable_mamba_shared_prefix_checkpoint=params.shared_prefix_checkpoint,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_model_len=params.max_model_len,
+            is_encoder_decoder=False,
+            max_num_batched_tokens=params.max_num_batched_tokens,
+            max_num_seqs=params.max_num_seqs,
+            long_prefill_token_threshold=params.long_prefill_threshold,
+            enable_chunked_prefill=params.chunked_prefill,
+            policy=params.policy,
+            scheduler_reserve_full_isl=params.reserve_full_prompt,
+            watermark=params.watermark,
+            async_scheduling=params.async_scheduling,
+        ),
+        parallel_config=ParallelConfig(pipeline_parallel_size=params.pipeline_stages),
+        device_config=DeviceConfig("cpu"),
+        lora_config=LoRAConfig(max_loras=1),
+        kv_transfer_config=_transfer_config(params),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+    )
+    config.cache_config.kv_cache_layout = "BLHNC"
+    config.cache_config.num_gpu_blocks = params.device_blocks
+    config.parallel_config.tensor_parallel_size = params.ranks
+    config.parallel_config.world_size = params.ranks
+    return config
+
+
+def build_world(params: SimParams) -> World:
+    """Build everything for one seed."""
+    init_none_hash(HASH_FN)
+    config = _vllm_config(params)
+    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(params.specs)]
+    kv_cache_config = DefaultKVCacheConfigBuilder().get_kv_cache_config_from_groups(
+        config, groups, params.device_blocks
+    )
+    block_size, hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+    alignment = resolve_cache_hit_alignment_tokens(kv_cache_config, config, block_size, hash_size)
+    config.cache_config.hash_block_size = kv_cache_config.hash_block_size = hash_size
+    config.cache_config.cache_hit_alignment_tokens = kv_cache_config.cache_hit_alignment_tokens = alignment
+    clock, publisher = SimClock(), CapturingPublisher()
+    scheduler_cls = AsyncScheduler if params.async_scheduling else Scheduler
+    scheduler = scheduler_cls(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=hash_size,
+        log_stats=True,
+        clock=clock,
+        event_publisher=publisher,
+    )
+    uses_hashes = params.prefix_caching or params.host_blocks > 0
+    return World(
+        params=params,
+        config=config,
+        kv_cache_config=kv_cache_config,
+        scheduler=scheduler,
+        connector=scheduler.connector,
+        aggregator=KVOutputAggregator(params.ranks),
+        publisher=publisher,
+        clock=clock,
+        hasher=get_request_block_hasher(hash_size, HASH_FN) if uses_hashes else None,
+        scheduler_block_size=block_size,
+        hash_block_size=hash_size,
+    )
