@@ -181,13 +181,13 @@ def measure(running: Running, seed: int) -> dict[str, float]:
         cold, _, cached = stream(running.url, prompt, 1)
         assert cached == 0, f"cold run hit {cached} tokens"
         hit, _, cached = stream(running.url, prompt, 1)
-        assert cached > tokens * 0.8, f"device hit of {cached} tokens"
+        assert cached > tokens * 0.7, f"device hit of {cached} tokens"
         figures[f"TTFT cold {tokens} tokens, ms"] = cold * 1e3
         figures[f"TTFT device hit {tokens} tokens, ms"] = hit * 1e3
         wait_cpu_copies()
         httpx.post(f"{running.url}/reset_prefix_cache", timeout=60).raise_for_status()
         again, _, cached = stream(running.url, prompt, 1)
-        if cached > tokens * 0.8:
+        if cached > tokens * 0.7:
             figures[f"TTFT CPU hit {tokens} tokens, ms"] = again * 1e3
     _, per_token, _ = stream(running.url, [chance.randrange(100, 40000) for _ in range(64)], DECODE_TOKENS)
     figures["decode, ms/token"] = per_token * 1e3
