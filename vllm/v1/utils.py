@@ -40,7 +40,7 @@ class ConstantList(Sequence[T], Generic[T]):
     def clear(self) -> None:
         raise TypeError("cannot clear a constant list")
 
-    def index(self, value: T, start: int = 0, stop: int | None = None) -> int:  # type: ignore[override]
+    def index(self, value: T, start: int = 0, stop: int | None = None) -> int:
         return self._x.index(value, start, len(self._x) if stop is None else stop)
 
     @overload

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.outputs import RequestError
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.message_types import PauseState
-from vllm.v1.messages import EngineCoreOutputs
+from vllm.v1.message_types import FinishReason, PauseState
+from vllm.v1.messages import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -37,6 +39,28 @@ class SchedulerInterface(ABC):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Apply the result of a step; returns the messages per client index."""
+
+    def fail_step(
+        self, scheduler_output: SchedulerOutput, error: RequestError
+    ) -> dict[int, EngineCoreOutputs]:
+        """Called in the place of :meth:`update_from_output` where the executor raised: the step's requests end."""
+        failed = self.finish_requests(scheduler_output.num_scheduled_tokens, RequestStatus.FINISHED_ERROR)
+        outputs: dict[int, EngineCoreOutputs] = {}
+        for request in failed:
+            message = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+            message.outputs.append(
+                EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error)
+            )
+        return outputs
+
+    def flush_events(self) -> None:
+        """Publish KV events that have come up; called when the engine is idle."""
+        return
+
+    @property
+    def reset_prefix_cache_report(self) -> dict[str, Any] | None:  # plain values, merged into a reply
+        """What the last :meth:`reset_prefix_cache` did; None before the first."""
+        return None
 
     @abstractmethod
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:

@@ -81,11 +81,11 @@ class RequestLifecycle(SchedulerInterface):
     def _init_limits(self, vllm_config: VllmConfig) -> None:
         params, config = self.params, self.scheduler_config
         model_config = vllm_config.model_config
-        if model_config is None:
-            raise ValueError("the scheduler needs vllm_config.model_config to know max_model_len")
+        if model_config is None or model_config.max_model_len is None:
+            raise ValueError("the scheduler needs vllm_config.model_config with a resolved max_model_len")
         self.policy = params.policy
         self.max_num_running_reqs = params.max_num_seqs
-        self.max_model_len = model_config.max_model_len
+        self.max_model_len: int = model_config.max_model_len
         self.max_num_scheduled_tokens = config.max_num_scheduled_tokens or config.max_num_batched_tokens
         self.use_v2_model_runner = vllm_config.use_v2_model_runner
         self.recompute_kv_load_failures = params.recompute_kv_load_failures
@@ -147,7 +147,11 @@ class RequestLifecycle(SchedulerInterface):
             vllm_config.kv_events_config, self.params.data_parallel_rank
         )
         self.kv_cache_manager = make_kv_cache_manager(
-            vllm_config, self.kv_cache_config, self.block_size, self.hash_block_size, self.log_stats
+            vllm_config,
+            self.kv_cache_config,
+            (self.block_size, self.hash_block_size),
+            self.max_model_len,
+            self.log_stats,
         )
         if connector is not None:
             connector.bind_kv_cache_manager(self.kv_cache_manager)

@@ -14,23 +14,21 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 def make_kv_cache_manager(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
-    block_size: int,
-    hash_block_size: int,
+    block_sizes: tuple[int, int],
+    max_model_len: int,
     log_stats: bool,
 ) -> KVCacheManager:
-    """The manager of ``kv_cache_config``; block sizes are the scheduler's and the hash's, in tokens."""
+    """The manager of ``kv_cache_config``; ``block_sizes`` are the scheduler's and the hash's, in tokens."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     observability, events = vllm_config.observability_config, vllm_config.kv_events_config
-    model_config = vllm_config.model_config
-    assert model_config is not None
     collector = None
     if log_stats and observability.kv_cache_metrics:
         collector = KVCacheMetricsCollector(observability.kv_cache_metrics_sample)
     return KVCacheManager(
         kv_cache_config,
-        max_model_len=model_config.max_model_len,
-        scheduler_block_size=block_size,
-        hash_block_size=hash_block_size,
+        max_model_len=max_model_len,
+        scheduler_block_size=block_sizes[0],
+        hash_block_size=block_sizes[1],
         max_in_flight_tokens=vllm_config.max_in_flight_tokens,
         enable_caching=cache.enable_prefix_caching,
         use_eagle=_drafter_drops_blocks(vllm_config),

@@ -92,6 +92,9 @@ class Results(Upkeep):
         self, outputs: ClientOutputs, model_runner_output: ModelRunnerOutput | None
     ) -> dict[int, EngineCoreOutputs]:
         self._settle_deferred_frees()
+        if len(self._in_flight) == 0:
+            # Nothing executes any more, so that block copies need not be held until the next step.
+            self.kv_cache_manager.new_step_starts()
         for client_index, output in self._ended_outputs:
             outputs[client_index].append(output)
         self._ended_outputs = []
@@ -146,7 +149,7 @@ class Results(Upkeep):
             row = rows.get(request_id)
             tokens = sampled[row] if sampled and row is not None else _NO_TOKENS
             if plain_step and request.plain_output and len(tokens) == 1:
-                output = self._apply_plain(request, num_scheduled, tokens)
+                output: EngineCoreOutput | None = self._apply_plain(request, num_scheduled, tokens)
             else:
                 output = self._apply_any(record, request, tokens, runner)
             status = request.status

@@ -52,26 +52,18 @@ def choose_victim(
 
 
 def blocks_missing(manager: KVCacheManager, request: Request, num_tokens: int) -> int:
-    """An upper bound of the blocks the request has to get until ``num_tokens`` of its tokens have a slot."""
-    return sum(
-        group.get_num_blocks_to_allocate(
-            request.request_id,
-            num_tokens,
-            (),
-            request.num_computed_tokens,
-            request.num_computed_tokens,
-            num_tokens,
-            apply_admission_cap=True,
-        )
-        for group in manager.coordinator.single_type_managers
+    """Blocks the request has to get until ``num_tokens`` of its tokens have a slot."""
+    return _need(manager, request.request_id, num_tokens, request.num_computed_tokens)
+
+
+def blocks_between(manager: KVCacheManager, request: Request, start: int, end: int) -> int:
+    """Blocks that a request without any needs for ``end`` tokens beyond those for the first ``start``."""
+    request_id = request.request_id
+    return max(0, _need(manager, request_id, end, start) - _need(manager, request_id, start, start))
+
+
+def _need(manager: KVCacheManager, request_id: str, num_tokens: int, num_computed: int) -> int:
+    nothing = manager.empty_kv_cache_blocks.blocks
+    return manager.coordinator.get_num_blocks_to_allocate(
+        request_id, num_tokens, nothing, 0, num_computed, num_computed, num_tokens, apply_admission_cap=True
     )
-
-
-def blocks_between(manager: KVCacheManager, start: int, end: int) -> int:
-    """An upper bound of the blocks that a request with slots for ``start`` tokens needs for ``end`` tokens."""
-    total = 0
-    for group in manager.coordinator.single_type_managers:
-        missing = max(0, cdiv(end, group.block_size) - cdiv(start, group.block_size))
-        cap = group.max_admission_blocks_per_request
-        total += missing if cap is None else min(missing, cap)
-    return total

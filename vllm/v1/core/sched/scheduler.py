@@ -33,7 +33,7 @@ class Scheduler(WaitingPass):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self.current_step += 1
         plan = self._new_plan(throttle_prefills)
-        self.kv_cache_manager.new_step_starts()
+        self.kv_cache_manager.new_step_starts(len(self._in_flight))
         self._end_loads()
         if self._pause_state is not PauseState.PAUSED_ALL:
             self._schedule_running(plan)

@@ -6,8 +6,9 @@ Owns the result of the last reset.  Must not decide who is scheduled.  Layer: L5
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from vllm.distributed.kv_event_types import KVEventBatch
+from vllm.distributed.kv_event_types import KVCacheEvent, KVEventBatch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.lifecycle import RequestLifecycle
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -107,13 +108,27 @@ class Upkeep(RequestLifecycle):
     def reset_encoder_cache(self) -> None:
         return
 
+    @property
+    def reset_prefix_cache_report(self) -> dict[str, Any] | None:  # plain values, merged into a reply
+        report = self.last_reset
+        if report is None:
+            return None
+        return {
+            "success": report.success,
+            "reason": report.reason,
+            "held_blocks": report.blocks_held,
+            "connector_reset": report.connector_reset,
+            "requests_running": report.requests_running,
+            "requests_waiting_with_blocks": report.requests_waiting_with_blocks,
+        }
+
     # --- events -----------------------------------------------------------------------------------------------------
 
     def flush_events(self) -> None:
         """Publish the KV events that have come up; also to be called when the engine is idle."""
-        events = list(self.kv_cache_manager.take_events())
+        events: list[KVCacheEvent] = list(self.kv_cache_manager.take_events())
         if self.connector is not None:
-            events += self.connector.take_events()
+            events.extend(self.connector.take_events())
         if events:
             self.kv_event_publisher.publish(KVEventBatch(ts=self.clock.time(), events=events))
 
@@ -172,10 +187,14 @@ class Upkeep(RequestLifecycle):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         if not scheduler_output.has_structured_output_requests:
             return None
+        partial = self._in_flight.partial_prefills(scheduler_output)
+        sampled = [
+            request
+            for request_id in scheduler_output.num_scheduled_tokens
+            if request_id not in partial and (request := self.requests.get(request_id)) is not None
+        ]
         return self.structured_output_manager.grammar_bitmask(
-            self.requests,
-            scheduler_output.num_scheduled_tokens,
-            scheduler_output.scheduled_spec_decode_tokens,
+            sampled, scheduler_output.scheduled_spec_decode_tokens
         )
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:

@@ -223,7 +223,9 @@ class WaitingPass(Results):
     def _blocks_spoken_for(self, request: Request, hit: Hit) -> int:
         """Blocks that must stay free beside a load: first steps after loads, and the rest of admitted prompts."""
         manager, lookahead = self.kv_cache_manager, self.params.num_lookahead_tokens
-        total = blocks_between(manager, hit.num_cached, self._first_step_end(request, hit.num_cached))
+        total = blocks_between(
+            manager, request, hit.num_cached, self._first_step_end(request, hit.num_cached)
+        )
         for holder in self.kv_holding_waiting:
             if holder.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
                 end = self._first_step_end(holder, holder.num_computed_tokens)

@@ -1,0 +1,220 @@
+"""A fake worker: its memory holds stamps instead of numbers, and every read is checked.
+
+The stamp of a position is a fingerprint of the exact token prefix up to it.  "Computing" a token writes its stamp
+through the block table; "attending" reads every position the KV kind may read and compares.  The next token is a pure
+function of the whole prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+VOCAB = 50
+_MODULUS = (1 << 61) - 1
+POISON = -1
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The fake model."""
+    return (fingerprints(tokens)[-1] >> 7) % VOCAB
+
+
+def fingerprints(tokens: Sequence[int]) -> list[int]:
+    """The stamp of every position."""
+    stamps, value = [], 7
+    for token in tokens:
+        value = (value * 1_000_003 + token + 11) % _MODULUS
+        stamps.append(value)
+    return stamps
+
+
+@dataclass
+class Row:
+    """What the worker knows of one request."""
+
+    tokens: list[int]
+    tables: list[list[int]]
+    num_prompt: int = 0
+    stamps: list[int] = field(default_factory=list)
+
+    def stamp(self, position: int) -> int:
+        if len(self.stamps) <= position:
+            self.stamps = fingerprints(self.tokens)
+        return self.stamps[position]
+
+
+class FakeWorker:
+    """Executes scheduler outputs in order.  `corrupt` names requests whose logits are not finite from now on."""
+
+    def __init__(self, specs: Sequence[KVCacheSpec]) -> None:
+        self.specs = list(specs)
+        self.rows: dict[str, Row] = {}
+        self.memory: dict[int, dict[int, int]] = {}
+        self.corrupt: set[str] = set()
+        self.connector_report: Callable[[SchedulerOutput], KVConnectorOutput | None] = lambda output: None
+        self.draft: Callable[[Row], list[int]] | None = None
+        self.checks = 0
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
+            self.rows.pop(request_id, None)
+        for block in output.new_block_ids_to_zero or ():
+            self.memory[block] = {}
+        for source, target in output.kv_cache_block_copies or ():
+            self.memory[target] = dict(self.memory.get(source, {}))
+        for new in output.scheduled_new_reqs:
+            self._add(new)
+        self._extend(output.scheduled_cached_reqs)
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        assert set(starts) == set(output.num_scheduled_tokens)
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            self._write_drafts(request_id, starts[request_id], num_tokens, output)
+            self._compute(self.rows[request_id], starts[request_id], starts[request_id] + num_tokens)
+        result = self._sample(output, starts)
+        result.kv_connector_output = self.connector_report(output)
+        return result
+
+    def _add(self, new: NewRequestData) -> None:
+        tokens = list(
+            new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids or ()
+        )
+        self.rows[new.req_id] = Row(tokens, [list(ids) for ids in new.block_ids], new.prompt_len)
+        assert new.num_computed_tokens < len(tokens)
+
+    def _extend(self, cached: CachedRequestData) -> None:
+        for index, request_id in enumerate(cached.req_ids):
+            row = self.rows[request_id]
+            for table, ids in zip(row.tables, cached.new_block_ids[index] or (), strict=False):
+                table.extend(ids)
+            known = row.num_prompt + cached.num_output_tokens[index]
+            assert known <= len(row.tokens), f"{request_id}: scheduler counts tokens the worker never sampled"
+            if known < len(row.tokens):
+                del row.tokens[known:]
+                row.stamps = []
+
+    def _write_drafts(self, request_id: str, start: int, num_tokens: int, output: SchedulerOutput) -> None:
+        """Drafts are tokens whose ids are tried: the row holds them until they are refused."""
+        drafts = output.scheduled_spec_decode_tokens.get(request_id)
+        row = self.rows[request_id]
+        if drafts:
+            assert len(row.tokens) == start + num_tokens - len(drafts)
+            row.tokens = [*row.tokens, *drafts]
+            row.stamps = []
+        assert start + num_tokens <= len(row.tokens), f"{request_id}: computes tokens that are not known"
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def _compute(self, row: Row, start: int, end: int) -> None:
+        for spec, table in zip(self.specs, row.tables, strict=True):
+            if isinstance(spec, MambaSpec):
+                self._advance_state(row, table, spec.block_size, start, end)
+            elif isinstance(spec, CircularBufferSpec):
+                self._fill_ring(row, table[0], spec.block_size, start, end)
+            else:
+                self._attend(row, table, spec, start, end)
+
+    def _attend(self, row: Row, table: list[int], spec: KVCacheSpec, start: int, end: int) -> None:
+        size = spec.block_size
+        for position in range(start, end):
+            block = table[position // size]
+            assert block != 0, "a token would be written into the null block"
+            self.memory.setdefault(block, {})[position % size] = row.stamp(position)
+        first = 0
+        if isinstance(spec, SlidingWindowSpec):
+            first = max(0, start - spec.sliding_window + 1)
+        for position in range(first, end):
+            self._check(row, table[position // size], position % size, position)
+
+    def _advance_state(self, row: Row, table: list[int], size: int, start: int, end: int) -> None:
+        if start > 0:
+            self._check(row, table[(start - 1) // size], 0, start - 1)
+        target = table[(end - 1) // size]
+        assert target != 0, "a state would be written into the null block"
+        self.memory[target] = {0: row.stamp(end - 1)}
+
+    def _fill_ring(self, row: Row, block: int, capacity: int, start: int, end: int) -> None:
+        """Every fourth token reads the rows of its group back."""
+        assert block != 0, "a ring would be the null block"
+        rows = self.memory.setdefault(block, {})
+        for position in range(start, end):
+            rows[position % capacity] = row.stamp(position)
+            if position % 4 == 3:
+                for member in range(position - 3, position + 1):
+                    self._check(row, block, member % capacity, member)
+
+    def _check(self, row: Row, block: int, offset: int, position: int) -> None:
+        self.checks += 1
+        found = self.memory.get(block, {}).get(offset, POISON)
+        assert found == row.stamp(position), f"position {position} of block {block} holds other content"
+
+    def load(
+        self, tables: Sequence[Sequence[int]], groups: Sequence[int], tokens: Sequence[int], first: int
+    ) -> None:
+        """What a connector does: bring the content of positions `[first, len(tokens))` of these groups."""
+        row = Row(list(tokens), [])
+        for group in groups:
+            spec, table = self.specs[group], tables[group]
+            if isinstance(spec, MambaSpec):
+                target = table[(len(tokens) - 1) // spec.block_size]
+                self.memory[target] = {0: row.stamp(len(tokens) - 1)}
+                continue
+            for position in range(first, len(tokens)):
+                block = table[position // spec.block_size]
+                if block != 0:
+                    self.memory.setdefault(block, {})[position % spec.block_size] = row.stamp(position)
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.memory[block] = {}
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def _sample(self, output: SchedulerOutput, starts: dict[str, int]) -> ModelRunnerOutput:
+        ids = list(output.num_scheduled_tokens)
+        sampled: list[list[int]] = []
+        nans: dict[str, int] = {}
+        for request_id in ids:
+            row = self.rows[request_id]
+            end = starts[request_id] + output.num_scheduled_tokens[request_id]
+            if request_id in self.corrupt:
+                nans[request_id] = VOCAB
+                sampled.append([])
+                continue
+            if end < len(row.tokens):
+                sampled.append([])
+                continue
+            sampled.append(self._verify(row, len(output.scheduled_spec_decode_tokens.get(request_id, ()))))
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+            num_nans_in_logits=nans or None,
+        )
+
+    def _verify(self, row: Row, num_drafts: int) -> list[int]:
+        """Accept drafts as long as the model agrees, then add one token of its own."""
+        base = len(row.tokens) - num_drafts
+        drafts, row.tokens, row.stamps = row.tokens[base:], row.tokens[:base], []
+        new: list[int] = []
+        for draft in [*drafts, None]:
+            token = next_token(row.tokens)
+            row.tokens.append(token)
+            new.append(token)
+            if token != draft:
+                break
+        return new
+
+
+def no_report(output: SchedulerOutput) -> Any:
+    """A worker without a connector."""
+    return None
