@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.model_executor.model_loader.tiny import make_tiny
 
 
@@ -38,3 +38,21 @@ def engine_args(name: str = "llama", **overrides: Any) -> EngineArgs:
 def engine_config(name: str = "llama", **overrides: Any) -> VllmConfig:
     """The configuration of these flags."""
     return engine_args(name, **overrides).create_engine_config()
+
+
+def async_engine_args(name: str = "llama", **overrides: Any) -> AsyncEngineArgs:
+    """The same flags for the asyncio engine."""
+    args = engine_args(name, **overrides)
+    return AsyncEngineArgs(**{field: getattr(args, field) for field in EngineArgs.__dataclass_fields__})
+
+
+def offload_settings(cpu_bytes: int = 32 << 20) -> dict[str, Any]:
+    """Flags that add the CPU tier."""
+    extra = {"cpu_bytes_to_use": cpu_bytes}
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    }

@@ -1,0 +1,271 @@
+"""A tiny model, the core in this process: text, caches, tiers, n > 1, failures of single requests."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.engine_configs import engine_args, offload_settings
+from tests.helpers.faulty_executors import POISON
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+FLAKY = "tests.helpers.faulty_executors.PoisonedExecutor"
+engines: list[LLMEngine] = []
+
+
+@pytest.fixture(autouse=True)
+def close_engines() -> Iterator[None]:
+    yield
+    while engines:
+        engines.pop().shutdown()
+
+
+def start(name: str = "llama", **settings: Any) -> LLMEngine:
+    engine = LLMEngine.from_engine_args(engine_args(name, **settings), enable_multiprocessing=False)
+    engines.append(engine)
+    return engine
+
+
+def greedy(max_tokens: int = 8, **params: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **params)
+
+
+def run(
+    engine: LLMEngine, prompts: dict[str, Any], params: SamplingParams | None = None
+) -> dict[str, RequestOutput]:
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, prompt, params or greedy())
+    done: dict[str, RequestOutput] = {}
+    steps = 0
+    while engine.has_unfinished_requests():
+        steps += 1
+        assert steps < 2000, "the engine makes no progress"
+        for output in engine.step():
+            if output.finished:
+                assert isinstance(output, RequestOutput)
+                done[output.request_id] = output
+    return done
+
+
+def tokens(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [3 + (7 * i + 31 * seed + i * i % 11) % 250 for i in range(length)]
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_batched_requests_equal_single_ones(async_scheduling: bool) -> None:
+    engine = start(async_scheduling=async_scheduling, enable_prefix_caching=False)
+    prompts = {f"r{i}": prompt_of(5 + 40 * i, i) for i in range(4)}
+    together = run(engine, prompts)
+    alone = {name: run(engine, {name: prompt})[name] for name, prompt in prompts.items()}
+    assert {n: tokens(o) for n, o in together.items()} == {n: tokens(o) for n, o in alone.items()}
+    assert all(len(tokens(output)) == 8 for output in together.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "glm5_next"])
+def test_prefix_cache_and_cpu_tier_give_the_same_tokens(name: str) -> None:
+    engine = start(name, max_model_len=512, **offload_settings())
+    block = engine.cache_config.cache_hit_alignment_tokens
+    assert block is not None
+    prompt = prompt_of(3 * block + 5)
+    fresh = run(engine, {"a": prompt})["a"]
+    again = run(engine, {"b": prompt})["b"]
+    assert engine.reset_prefix_cache()
+    from_host = run(engine, {"c": prompt})["c"]
+    assert engine.reset_prefix_cache(reset_connector=True)
+    cold = run(engine, {"d": prompt})["d"]
+    assert [o.num_cached_tokens for o in (fresh, again, from_host, cold)] == [0, 3 * block, 3 * block, 0]
+    assert tokens(fresh) == tokens(again) == tokens(from_host) == tokens(cold)
+
+
+def test_text_stop_strings_and_logprobs() -> None:
+    engine = start()
+    text = run(engine, {"a": "hello"}, greedy(24))["a"].outputs[0].text
+    stop = text[4:6]
+    stopped = run(engine, {"b": "hello"}, greedy(24, stop=[stop], logprobs=2))["b"].outputs[0]
+    assert stopped.text == text[: text.find(stop)]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+    assert stopped.logprobs is not None
+    assert len(stopped.logprobs) == len(stopped.token_ids)
+    for token_id, position in zip(stopped.token_ids, stopped.logprobs, strict=True):
+        assert position[token_id].rank == 1
+    assert engine.reset_prefix_cache(), "the request ended in the core too"
+
+
+def test_pfx_13_prompt_logprobs_do_not_depend_on_the_cache() -> None:
+    engine = start()
+    prompt = prompt_of(33)
+    run(engine, {"warm": prompt})
+    first, second = (run(engine, {name: prompt}, greedy(prompt_logprobs=1))[name] for name in "ab")
+    assert first.prompt_logprobs is not None
+    assert second.prompt_logprobs is not None
+    assert first.prompt_logprobs[0] is None
+    assert len(first.prompt_logprobs) == len(second.prompt_logprobs) == 33
+    for one, two, token in zip(
+        first.prompt_logprobs[1:], second.prompt_logprobs[1:], prompt[1:], strict=True
+    ):
+        assert one is not None
+        assert two is not None
+        assert one[token].logprob == pytest.approx(two[token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE])
+def test_samples_of_one_prompt(kind: RequestOutputKind) -> None:
+    engine = start()
+    params = SamplingParams(n=3, seed=1, max_tokens=5, ignore_eos=True, output_kind=kind)
+    seen: dict[int, list[int]] = {}
+    engine.add_request("r", prompt_of(20), params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert output.request_id == "r"
+            seen.update({c.index: list(c.token_ids) for c in output.outputs})
+    assert sorted(seen) == [0, 1, 2]
+    assert len({tuple(ids) for ids in seen.values()}) == 3
+    assert not engine.output_processor.parent_requests
+
+
+def test_structured_output_obeys_its_constraint() -> None:
+    engine = start()
+    constraint = StructuredOutputsParams(regex="(ab){3}c")
+    done = run(engine, {"a": "x", "b": "yy"}, SamplingParams(max_tokens=20, structured_outputs=constraint))
+    assert {output.outputs[0].text for output in done.values()} == {"abababc"}
+
+
+def test_aborted_requests_leave_nothing() -> None:
+    engine = start()
+    for index in range(20):
+        engine.add_request(f"r{index}", prompt_of(20 + index), greedy(50))
+    for _ in range(4):
+        engine.step()
+    engine.abort_request([f"r{index}" for index in range(20)])
+    assert not engine.has_unfinished_requests()
+    run(engine, {"last": prompt_of(5)})
+    assert engine.reset_prefix_cache()
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_failing_step_ends_its_requests_only(async_scheduling: bool) -> None:
+    engine = start(
+        distributed_executor_backend=FLAKY, async_scheduling=async_scheduling, max_num_batched_tokens=64
+    )
+    healthy = prompt_of(50)
+    expected = tokens(run(engine, {"ref": healthy})["ref"])
+    for round_number in range(3):
+        bad = run(engine, {f"bad{round_number}": [*prompt_of(40, 5), POISON]})[f"bad{round_number}"]
+        assert bad.outputs[0].finish_reason == "error"
+        assert "a poisoned token" in str(bad.outputs[0].stop_reason)
+        assert tokens(run(engine, {f"ok{round_number}": healthy})[f"ok{round_number}"]) == expected
+    # The failed prompt's computed part is not in the cache: it never was confirmed.
+    assert run(engine, {"same": prompt_of(40, 5)})["same"].num_cached_tokens == 0
+    assert engine.reset_prefix_cache()
+
+
+def test_a_request_outside_the_failing_step_goes_on() -> None:
+    """With room for one request per step, the waiting one never shares a step with the poisoned one."""
+    engine = start(distributed_executor_backend=FLAKY, async_scheduling=False, max_num_seqs=1)
+    expected = tokens(run(engine, {"ref": prompt_of(9)})["ref"])
+    done = run(engine, {"bad": [5, POISON], "waits": prompt_of(9)})
+    assert done["bad"].outputs[0].finish_reason == "error"
+    assert tokens(done["waits"]) == expected
+
+
+@pytest.mark.parametrize("name", ["glm5_next", "llama"])
+def test_a_failing_step_with_the_cpu_tier_stores_nothing_of_it(name: str) -> None:
+    engine = start(name, distributed_executor_backend=FLAKY, max_model_len=512, **offload_settings())
+    prompt = prompt_of(200)
+    run(engine, {"bad": [*prompt, POISON]})
+    assert engine.reset_prefix_cache()
+    output = run(engine, {"good": prompt})["good"]
+    assert output.num_cached_tokens == 0
+    assert engine.reset_prefix_cache()
+    again = run(engine, {"again": prompt})["again"]
+    assert again.num_cached_tokens
+    assert tokens(again) == tokens(output)
+
+
+def test_bad_requests_never_reach_the_core() -> None:
+    engine = start()
+    for prompt in ([264], [], [5] * 256, {"prompt": "x", "cache_salt": ""}):
+        with pytest.raises(VLLMValidationError):
+            engine.add_request("bad", prompt, greedy())
+    assert not engine.has_unfinished_requests()
+    assert run(engine, {"good": [5]})["good"].finished
+
+
+# -- control ---------------------------------------------------------------------------------------------------------
+
+
+def test_pause_and_resume() -> None:
+    engine = start()
+    engine.add_request("r", prompt_of(9), greedy())
+    engine.step()
+    engine.pause_generation("keep", clear_cache=False)
+    assert engine.is_paused()
+    for _ in range(3):
+        engine.step()
+    assert engine.has_unfinished_requests()
+    engine.resume_generation()
+    assert run(engine, {})["r"].outputs[0].finish_reason == "length"
+    with pytest.raises(ValueError, match="needs a core in a process of its own"):
+        engine.pause_generation("wait")
+
+
+def test_pause_that_aborts_ends_requests_and_empties_the_caches() -> None:
+    engine = start(**offload_settings())
+    prompt = prompt_of(100)
+    run(engine, {"warm": prompt})
+    engine.add_request("r", prompt_of(9), greedy(100))
+    engine.step()
+    engine.pause_generation("abort")
+    assert run(engine, {})["r"].outputs[0].finish_reason == "abort"
+    engine.resume_generation()
+    assert run(engine, {"cold": prompt})["cold"].num_cached_tokens == 0
+
+
+def test_a_running_request_survives_a_forced_reset() -> None:
+    engine = start()
+    expected = tokens(run(engine, {"ref": prompt_of(30)}, greedy(20))["ref"])
+    engine.add_request("r", prompt_of(30), greedy(20))
+    for _ in range(6):
+        engine.step()
+    assert not engine.reset_prefix_cache()
+    assert engine.reset_prefix_cache(reset_running_requests=True)
+    assert tokens(run(engine, {})["r"]) == expected
+
+
+def test_sleep_and_wake_up() -> None:
+    engine = start()
+    expected = tokens(run(engine, {"a": prompt_of(30)})["a"])
+    engine.sleep(1)
+    assert engine.is_sleeping()
+    engine.wake_up()
+    assert not engine.is_sleeping()
+    after = run(engine, {"b": prompt_of(30)})["b"]
+    assert after.num_cached_tokens == 0
+    assert tokens(after) == expected
+    with pytest.raises(ValueError, match="level=5"):
+        engine.sleep(5)
+    with pytest.raises(ValueError, match="nothing"):
+        engine.wake_up(["nothing"])
+
+
+def test_metrics_count_what_happened() -> None:
+    engine = start(disable_log_stats=False)
+    run(engine, {"a": prompt_of(40)})
+    run(engine, {"b": prompt_of(40)})
+    values = {metric.name: metric for metric in engine.get_metrics()}
+    read = {
+        name: values[f"vllm:{name}"].value
+        for name in ("prompt_tokens", "generation_tokens", "prefix_cache_hits")
+    }  # type: ignore[attr-defined]
+    assert read == {"prompt_tokens": 80, "generation_tokens": 16, "prefix_cache_hits": 32}
+    assert values["vllm:num_requests_running"].value == 0  # type: ignore[attr-defined]
