@@ -135,40 +135,96 @@ def hash_block_tokens(
     return BlockHash(hash_function((parent, tuple(curr_block_token_ids), extra_keys)))
 
 
+class _AdapterVersions:
+    """Tells adapters apart that come under one name and path but were loaded anew, perhaps with other weights.
+
+    The first one seen keeps the plain key, so that processes agree on it; later ones add their number to it.
+    """
+
+    __slots__ = ("_first_ids",)
+
+    def __init__(self) -> None:
+        self._first_ids: dict[tuple[str, str], int] = {}
+
+    def distinguish(self, lora: LoRAIdentity, keys: ExtraKeys) -> ExtraKeys:
+        """The extra keys, the adapter's first among them, with its number added where that is needed."""
+        files = (lora.lora_name, lora.lora_path)
+        if self._first_ids.setdefault(files, lora.lora_int_id) == lora.lora_int_id:
+            return keys
+        return ((*keys[0], lora.lora_int_id), *keys[1:])
+
+
 def get_request_block_hasher(
     hash_block_size: int, hash_fn: HashFn, num_hash_lookahead_tokens: int = 0
 ) -> BlockHasher:
     """A function from a request to the hashes of its full blocks that `request.block_hashes` lacks.
 
     Prompt and output tokens count alike. With lookahead L > 0 a block is hashed only once L more tokens exist, and
-    its extra keys become `(keys over block and lookahead or None, t1 … tL)`.
+    its extra keys become `(keys over block and lookahead or None, t1 … tL)`. ValueError for sizes out of range.
     """
     if hash_block_size <= 0:
         raise ValueError(f"hash_block_size must be positive, got {hash_block_size}")
     if num_hash_lookahead_tokens < 0:
         raise ValueError(f"num_hash_lookahead_tokens must not be negative, got {num_hash_lookahead_tokens}")
     lookahead = num_hash_lookahead_tokens
+    adapters = _AdapterVersions()
 
     def request_block_hasher(request: HashableRequest) -> list[BlockHash]:
-        num_hashed = len(request.block_hashes)
-        start = num_hashed * hash_block_size
+        known = request.block_hashes
+        start = len(known) * hash_block_size
         num_new = (request.num_tokens - lookahead - start) // hash_block_size
         if num_new <= 0:
             return []
         tokens = request.all_token_ids[start : start + num_new * hash_block_size + lookahead]
-        parent = request.block_hashes[-1] if num_hashed else none_hash()
+        parent = known[-1] if known else none_hash()
+        extras = _extra_keys_by_block(request, start, num_new, hash_block_size, lookahead, adapters)
+        if extras is None:
+            return _hash_plain_chain(hash_fn, parent, tokens, hash_block_size)
         hashes: list[BlockHash] = []
-        mm_idx = 0
-        for offset in range(0, num_new * hash_block_size, hash_block_size):
-            end = offset + hash_block_size
-            keys, mm_idx = generate_block_hash_extra_keys(
-                request, start + offset, start + end + lookahead, mm_idx
-            )
-            extra: tuple[object, ...] | None = keys
-            if lookahead:
-                extra = (keys, *tokens[end : end + lookahead])
-            parent = BlockHash(hash_fn((parent, tuple(tokens[offset:end]), extra)))
+        for i, keys in enumerate(extras):
+            end = (i + 1) * hash_block_size
+            extra: tuple[object, ...] | None = (keys, *tokens[end : end + lookahead]) if lookahead else keys
+            block = tuple(tokens[i * hash_block_size : end])
+            parent = BlockHash(hash_fn((parent, block, extra)))
             hashes.append(parent)
         return hashes
 
     return request_block_hasher
+
+
+def _extra_keys_by_block(
+    request: HashableRequest,
+    start: int,
+    num_blocks: int,
+    block_size: int,
+    lookahead: int,
+    adapters: _AdapterVersions,
+) -> list[ExtraKeys | None] | None:
+    """Extra keys of the blocks from token `start` on; None where no block has any and none looks ahead."""
+    salted = start == 0 and bool(request.cache_salt)
+    lora = request.lora_request
+    if not (
+        salted or lookahead or lora is not None or request.mm_features or request.prompt_embeds is not None
+    ):
+        return None
+    keys_by_block: list[ExtraKeys | None] = []
+    mm_idx = 0
+    for first in range(start, start + num_blocks * block_size, block_size):
+        end = first + block_size + lookahead
+        # An item that ends among the lookahead tokens still overlaps the next block, so that the search starts afresh.
+        keys, mm_idx = generate_block_hash_extra_keys(request, first, end, 0 if lookahead else mm_idx)
+        if lora is not None and keys is not None:
+            keys = adapters.distinguish(lora, keys)
+        keys_by_block.append(keys)
+    return keys_by_block
+
+
+def _hash_plain_chain(
+    hash_fn: HashFn, parent: BlockHash, tokens: Sequence[int], block_size: int
+) -> list[BlockHash]:
+    """The hashes of consecutive blocks without extra keys."""
+    hashes: list[BlockHash] = []
+    for block in zip(*[iter(tokens)] * block_size, strict=False):
+        parent = BlockHash(hash_fn((parent, block, None)))
+        hashes.append(parent)
+    return hashes

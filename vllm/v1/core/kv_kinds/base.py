@@ -457,5 +457,9 @@ class SingleTypeKVCacheManager(ABC):
         """A scheduling step begins: what was hashed before counts as written."""
         self._fresh_ids.clear()
 
+    def entries_by_request(self) -> dict[str, list[str]]:
+        """For recounts: names of the further tables of this kind → request ids in them."""
+        return {"skipped columns": list(self._num_skipped)}
+
     def _mark_fresh(self, blocks: Iterable[KVCacheBlock]) -> None:
         self._fresh_ids.update(block.block_id for block in blocks)

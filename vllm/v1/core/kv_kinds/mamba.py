@@ -354,6 +354,16 @@ class MambaManager(SingleTypeKVCacheManager):
         column = self._column_of(self._state_position.get(request_id, 0))
         return blocks[column] if blocks and column < len(blocks) else None
 
+    def entries_by_request(self) -> dict[str, list[str]]:
+        return {
+            **super().entries_by_request(),
+            "checkpoint": list(self._checkpoints),
+            "state position": list(self._state_position),
+            "unaligned column": list(self._unaligned_column),
+            "pending boundaries": list(self._pending_boundaries),
+            "ownership": sorted(self._allocated_block_reqs),
+        }
+
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         self._allocated_block_reqs.discard(request_id)
         for entries in (
