@@ -142,7 +142,7 @@ class SingleTypeKVCacheManager(ABC):
         if self._reads_unwritten_block(new_computed_blocks, num_local_computed_tokens):
             return self.impossible_need
         num_held = len(self.req_to_blocks.get(request_id, ()))
-        num_skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
+        num_skipped = self._num_null_columns(total_computed_tokens)
         needed = cdiv(num_tokens, self.block_size) - max(num_held + len(new_computed_blocks), num_skipped)
         adopted = new_computed_blocks[max(0, num_skipped - num_held) :]
         idle = sum(block.ref_cnt == 0 and not block.is_null for block in adopted)
@@ -262,8 +262,16 @@ class SingleTypeKVCacheManager(ABC):
 
     def _pad_skipped(self, blocks: list[KVCacheBlock], num_computed_tokens: int) -> None:
         """Append null columns where no block is needed although the tokens count as computed."""
-        skipped = self.get_num_skipped_tokens(num_computed_tokens) // self.block_size
-        blocks += [self._null_block] * (skipped - len(blocks))
+        blocks += [self._null_block] * (self._num_null_columns(num_computed_tokens) - len(blocks))
+
+    def _num_null_columns(self, num_computed_tokens: int) -> int:
+        """Leading columns that need no block when a request starts with that many computed tokens.
+
+        Tokens that will be replayed are computed once more and need their slots.
+        """
+        replayed_from = num_computed_tokens - self.kv_cache_spec.prefix_replay_tokens
+        skipped = min(self.get_num_skipped_tokens(num_computed_tokens), max(0, replayed_from))
+        return skipped // self.block_size
 
     def _ends_inside_block(self, blocks: Sequence[KVCacheBlock], num_local_computed_tokens: int) -> bool:
         """The hit's last block is used in part, so that the request will write into the rest of it."""
