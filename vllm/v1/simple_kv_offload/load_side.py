@@ -41,6 +41,7 @@ class LoadSide:
         self.loads: dict[str, Load] = {}
         self.abandoned: dict[str, Load] = {}
         self.undeliverable: list[str] = []
+        self.lost_events: set[int] = set()
         self.blocks_loaded = 0
         self.failures = 0
         self._tier = tier
@@ -84,6 +85,8 @@ class LoadSide:
     def order(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Put the accepted loads into the step's orders, under one event."""
         metadata.failed_load_reqs, self.undeliverable = self.undeliverable, []
+        metadata.failed_load_events = self._take_lost()
+        metadata.issued_load_event = self._next_event - 1
         fresh = [load for load in self.loads.values() if load.event is None]
         if not fresh:
             return
@@ -94,8 +97,17 @@ class LoadSide:
             metadata.load_gpu_blocks += [block.block_id for block in load.transfer.device_blocks]
             metadata.load_cpu_blocks += [block.block_id for block in load.transfer.tier_blocks]
             metadata.load_block_counts.append(len(load.transfer))
-        metadata.load_event = event
+        metadata.load_event = metadata.issued_load_event = event
         metadata.load_event_to_reqs = {event: [load.request.request_id for load in fresh]}
+
+    def _take_lost(self) -> dict[int, list[str]]:
+        """The requests of the loads that a rank never received; that rank reports them as failed."""
+        lost: dict[int, list[str]] = {}
+        for request_id, load in (*self.loads.items(), *self.abandoned.items()):
+            if load.event is not None and load.event in self.lost_events:
+                lost.setdefault(load.event, []).append(request_id)
+        self.lost_events.clear()
+        return lost
 
     def finish_request(self, request_id: str) -> None:
         """The request ended; a load that was not sent yet is dropped, one under way keeps its blocks."""

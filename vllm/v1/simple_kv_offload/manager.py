@@ -160,6 +160,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self.load_side.order(metadata)
         self.plan_stores(scheduler_output)
         submitted = self.store_side.submit()
+        metadata.issued_store_event = self.store_side.table.last_event
         if submitted is not None:
             metadata.store_event, transfers = submitted
             for transfer in transfers:
@@ -194,6 +195,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         bad_slots: set[int] = set()
         if isinstance(report, SimpleCPUOffloadWorkerMetadata):
             bad_slots = report.bad_cpu_blocks
+            self.load_side.lost_events |= report.lost_load_events
             self.store_side.report(report.failed_store_events, ok=False)
             self.store_side.report(report.completed_store_events, ok=True)
         self.load_side.report(
@@ -223,7 +225,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self.promises.withdraw(request_id)
         self.load_side.finish_request(request_id)
         if request.status is RequestStatus.FINISHED_ERROR:
-            self.store_side.fail_request(request_id)
+            self.store_side.fail_request(request)
         else:
             self.store_side.finish_request(request, block_ids)
         return False, None

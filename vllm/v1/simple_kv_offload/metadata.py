@@ -33,6 +33,11 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     """Blocks per request of the load, in order; empty = the requests share the whole load."""
     failed_load_reqs: list[str] = field(default_factory=list)
     """Requests whose accepted tokens cannot be delivered; workers report them as failed loads."""
+    failed_load_events: dict[int, list[str]] = field(default_factory=dict)
+    """Loads that some rank never received; the ranks that lost them report the requests as failed."""
+    issued_load_event: int = INVALID_JOB_ID
+    """Last load event sent so far, this step's included: a rank that missed one notices. Store alike."""
+    issued_store_event: int = INVALID_JOB_ID
 
     def is_empty(self) -> bool:
         """True if the workers have nothing to do."""
@@ -40,6 +45,7 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
             self.load_event == INVALID_JOB_ID
             and self.store_event == INVALID_JOB_ID
             and not self.failed_load_reqs
+            and not self.failed_load_events
         )
 
 
@@ -48,11 +54,13 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
     """How many ranks reported each store event as completed, or as failed, since the last report.
 
     ``bad_cpu_blocks`` are source blocks whose content turned out unusable during a load.
+    ``lost_load_events`` never reached a rank, because its step failed.
     """
 
     completed_store_events: dict[int, int] = field(default_factory=dict)
     failed_store_events: dict[int, int] = field(default_factory=dict)
     bad_cpu_blocks: set[int] = field(default_factory=set)
+    lost_load_events: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> SimpleCPUOffloadWorkerMetadata:
         """The sum of both reports, as a new record."""
@@ -62,6 +70,7 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
             _add_counts(self.completed_store_events, other.completed_store_events),
             _add_counts(self.failed_store_events, other.failed_store_events),
             self.bad_cpu_blocks | other.bad_cpu_blocks,
+            self.lost_load_events | other.lost_load_events,
         )
 
 

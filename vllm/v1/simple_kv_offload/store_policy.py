@@ -48,8 +48,6 @@ class StoreRequestState:
     num_stored_blocks: list[int]
     store_events: set[int] = field(default_factory=set)
     finished: bool = False
-    own_keys: set[BlockHashWithGroupId] = field(default_factory=set)
-    """Keys this request had stored; dropped again if it ends in an error."""
     patrol_from: list[int] = field(default_factory=list)
     """Per group the next block to re-examine for holes, -1 = nothing left of this round."""
     changes_seen: int = 0
@@ -199,6 +197,16 @@ def num_full_blocks(stores: Stores, request: Request, group: int, table: Sequenc
     size = stores.block_size(group)
     hashed = len(request.block_hashes) * stores.hash_block_size
     return min(min(confirmed_tokens(request), hashed) // size, len(table))
+
+
+def computed_keys(stores: Stores, request: Request) -> set[BlockHashWithGroupId]:
+    """Every key under which content that this request computed itself may be known, in any group."""
+    first = request.num_cached_tokens // stores.hash_block_size
+    return {
+        make_block_hash_with_group_id(block_hash, group)
+        for block_hash in request.block_hashes[first:]
+        for group in stores.tier.group_ids
+    }
 
 
 def find_source(stores: Stores, block_id: int, key: BlockHashWithGroupId) -> KVCacheBlock | None:

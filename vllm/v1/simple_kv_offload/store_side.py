@@ -23,6 +23,7 @@ from vllm.v1.simple_kv_offload.store_policy import (
     Selection,
     StoreRequestState,
     Stores,
+    computed_keys,
     select_new,
     select_tail,
     stable_groups,
@@ -167,17 +168,20 @@ class StoreSide:
             self.plan(chosen.candidates, request.request_id)
         self.forget_request(request.request_id)
 
-    def fail_request(self, request_id: str) -> None:
-        """The request ends in an error: its own copies are not to be trusted."""
+    def fail_request(self, request: Request) -> None:
+        """The request ends in an error: what it computed is not to be trusted, whoever stored it."""
+        request_id = request.request_id
+        poisoned = computed_keys(self.stores, request)
         for transfer in [t for t in self.planned if t.request_id == request_id]:
             self.planned.remove(transfer)
             self._discard(transfer)
         for transfer in self.table.transfers:
             if transfer.request_id == request_id and transfer.state is TransferState.SUBMITTED:
                 self._abandon(transfer)
-        state = self.states.get(request_id)
-        if state is not None:
-            self._tier.forget(sorted(state.own_keys))
+        for transfer in (*self.planned, *self.table.transfers):
+            transfer.strip(poisoned)
+        self.in_flight.difference_update(poisoned)
+        self._tier.forget(sorted(poisoned))
         self.forget_request(request_id)
 
     def forget_request(self, request_id: str) -> None:
@@ -218,7 +222,6 @@ class StoreSide:
         for slot, keys in zip(transfer.tier_blocks, transfer.keys, strict=True):
             self._tier.commit(slot, keys)
             if state is not None:
-                state.own_keys.update(staged.key for staged in keys)
                 self.patrol.guard(state, slot)
 
     def _discard(self, transfer: Transfer) -> None:

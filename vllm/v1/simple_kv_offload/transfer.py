@@ -5,7 +5,7 @@ Owns when blocks of a copy are let go. It must not know why a copy was chosen. L
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -111,6 +111,10 @@ class Transfer:
     def __len__(self) -> int:
         return len(self._tier.blocks)
 
+    def strip(self, keys: Collection[BlockHashWithGroupId]) -> None:
+        """Content under these keys is not to be trusted: its targets get none of them."""
+        self.keys = [tuple(staged for staged in own if staged.key not in keys) for own in self.keys]
+
     def submit(self) -> None:
         """The order left for the workers."""
         self._move(TransferState.SUBMITTED)
@@ -195,6 +199,11 @@ class StoreTable:
     def transfers(self) -> Iterator[Transfer]:
         """All submitted transfers, in order of submission."""
         return (transfer for batch in self._transfers.values() for transfer in batch)
+
+    @property
+    def last_event(self) -> int:
+        """The event handed out last, -1 before the first."""
+        return self._next_event - 1
 
     @property
     def reports(self) -> dict[int, int]:

@@ -125,6 +125,13 @@ class SimpleCPUOffloadWorker:
         self._loads: list[_OpenCopy] = []
         self._stores: list[_OpenCopy] = []
         self._undeliverable: set[str] = set()
+        self._lost_stores: list[int] = []
+        self._lost_loads: set[int] = set()
+        self._lost_loads_to_report: set[int] = set()
+        self._last_store_seen = INVALID_JOB_ID
+        self._last_load_seen = INVALID_JOB_ID
+        self._load_pending = False
+        self._store_pending = False
         self._bad_slots: set[int] = set()
 
     # -- life cycle ---------------------------------------------------------------------------
@@ -206,10 +213,36 @@ class SimpleCPUOffloadWorker:
         if not isinstance(metadata, SimpleCPUOffloadMetadata):
             raise TypeError(f"expected SimpleCPUOffloadMetadata, got {type(metadata).__name__}")
         self._metadata = metadata
+        self._load_pending = metadata.load_event != INVALID_JOB_ID
+        self._store_pending = metadata.store_event != INVALID_JOB_ID
+        self._notice_lost_orders(metadata)
+        self._undeliverable.update(metadata.failed_load_reqs)
+
+    def _notice_lost_orders(self, metadata: SimpleCPUOffloadMetadata) -> None:
+        """Orders of steps that never got as far as here (an earlier part of the step failed) end as failed."""
+        stores = range(self._last_store_seen + 1, metadata.issued_store_event + 1)
+        self._lost_stores += [event for event in stores if event != metadata.store_event]
+        loads = range(self._last_load_seen + 1, metadata.issued_load_event + 1)
+        lost = {event for event in loads if event != metadata.load_event}
+        self._lost_loads |= lost
+        self._lost_loads_to_report |= lost
+        self._last_store_seen = max(self._last_store_seen, metadata.issued_store_event)
+        self._last_load_seen = max(self._last_load_seen, metadata.issued_load_event)
+        for event, req_ids in metadata.failed_load_events.items():
+            if event in self._lost_loads:
+                self._lost_loads.discard(event)
+                self._undeliverable.update(req_ids)
 
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
-        self._metadata = None
+        """The step is over. Orders that it did not get round to, because it failed, end as failed."""
+        metadata, self._metadata = self._metadata, None
+        if metadata is None:
+            return
+        if self._load_pending:
+            self._undeliverable.update(metadata.load_event_to_reqs.get(metadata.load_event, ()))
+        if self._store_pending:
+            self._lost_stores.append(metadata.store_event)
+        self._load_pending = self._store_pending = False
 
     def handle_preemptions(self, metadata: KVConnectorMetadata) -> None:
         """References protect the blocks of running copies; only an explicit flush has to wait."""
@@ -223,11 +256,9 @@ class SimpleCPUOffloadWorker:
         the zeroing of fresh blocks.
         """
         metadata = self._metadata
-        if metadata is None:
+        if metadata is None or not self._load_pending:
             return
-        self._undeliverable.update(metadata.failed_load_reqs)
-        if metadata.load_event == INVALID_JOB_ID:
-            return
+        self._load_pending = False
         wait_event = self._device_event()
         for req_ids, part in _split_by_request(metadata):
             copy = _OpenCopy(metadata.load_event, req_ids)
@@ -239,8 +270,9 @@ class SimpleCPUOffloadWorker:
     def wait_for_save(self) -> None:
         """Start the step's store behind everything computed so far. Does not wait."""
         metadata = self._metadata
-        if metadata is None or metadata.store_event == INVALID_JOB_ID:
+        if metadata is None or not self._store_pending:
             return
+        self._store_pending = False
         copy = _OpenCopy(metadata.store_event)
         self._stores.append(copy)
         self._launch(copy, metadata.store_gpu_blocks, metadata.store_cpu_blocks, True, self._device_event())
@@ -307,7 +339,11 @@ class SimpleCPUOffloadWorker:
                 report.failed_store_events[copy.event_idx] = 1
                 logger.error("KV store %d failed: %s", copy.event_idx, result.error)
         self._stores = still_open
+        for event in self._lost_stores:
+            report.failed_store_events[event] = 1
+        self._lost_stores = []
         report.bad_cpu_blocks, self._bad_slots = self._bad_slots, set()
+        report.lost_load_events, self._lost_loads_to_report = self._lost_loads_to_report, set()
         if report == SimpleCPUOffloadWorkerMetadata():
             return None
         return report

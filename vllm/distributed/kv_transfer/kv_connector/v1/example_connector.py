@@ -1,0 +1,246 @@
+"""A small, complete connector: prompt prefixes as files in a shared folder, loaded and saved synchronously.
+
+It shows the synchronous side of the contract. One folder per prompt prefix, one file per layer; a
+folder gets its name only when it is complete, so nobody ever loads half a prefix. One KV cache group
+only. It must not be fast. Layer L6.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.logger import init_logger
+from vllm.utils.math_utils import round_down
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+DEFAULT_STORAGE_PATH = "/tmp"
+TENSOR_NAME = "kv"
+
+
+@dataclass
+class ReqMeta:
+    """One prefix to load or to store; ``slot_mapping[i]`` is the cache slot of token i."""
+
+    token_ids: list[int]
+    slot_mapping: list[int]
+    is_store: bool
+    mm_hashes: list[str]
+
+    @classmethod
+    def make(
+        cls,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],
+        block_size: int,
+        is_store: bool,
+        mm_hashes: Sequence[str],
+    ) -> ReqMeta:
+        """The whole blocks of a prompt that lie before its last token."""
+        num_tokens = aligned_length(len(token_ids), block_size)
+        slots = [
+            block_ids[position // block_size] * block_size + position % block_size
+            for position in range(num_tokens)
+        ]
+        return cls(list(token_ids[:num_tokens]), slots, is_store, list(mm_hashes))
+
+
+@dataclass
+class ExampleConnectorMetadata(KVConnectorMetadata):
+    """The prefixes of this step."""
+
+    requests: list[ReqMeta] = field(default_factory=list)
+
+    def add_request(
+        self,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int],
+        block_size: int,
+        is_store: bool,
+        mm_hashes: Sequence[str] = (),
+    ) -> None:
+        """Append one prefix."""
+        self.requests.append(ReqMeta.make(token_ids, block_ids, block_size, is_store, mm_hashes))
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt on its way to being stored: it is complete once so many tokens are computed."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    mm_hashes: list[str]
+
+
+class ExampleConnector(KVConnectorBase_V1):
+    """Keeps prompt prefixes below ``kv_connector_extra_config["shared_storage_path"]``."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        block_size = vllm_config.cache_config.block_size
+        if block_size is None:
+            raise ValueError("ExampleConnector needs cache_config.block_size")
+        self._block_size = block_size
+        self._storage = Path(
+            self._kv_transfer_config.get_from_extra_config("shared_storage_path", DEFAULT_STORAGE_PATH)
+        )
+        self._to_load: dict[str, Request] = {}
+        self._to_store: dict[str, _Prompt] = {}
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        # Folder of a prefix → the temporary folder its layers are collected in.
+        self._collecting: dict[Path, Path] = {}
+
+    # -- worker half --------------------------------------------------------------------------
+
+    # Forward contexts and attention metadata are opaque in the connector contract.
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._kv_caches = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for request in self._requests(is_store=False):
+            folder = self._folder(request.token_ids, request.mm_hashes)
+            blocks = self._blocks(request)
+            for layer_name, cache in self._kv_caches.items():
+                saved = safetensors.torch.load_file(str(folder / f"{layer_name}.safetensors"))[TENSOR_NAME]
+                cache[blocks.to(cache.device)] = saved.to(cache.device)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are over when ``start_load_kv`` returns."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        for request in self._requests(is_store=True):
+            folder = self._folder(request.token_ids, request.mm_hashes)
+            if folder.exists():
+                continue
+            if folder not in self._collecting:
+                self._storage.mkdir(parents=True, exist_ok=True)
+                self._collecting[folder] = Path(tempfile.mkdtemp(dir=self._storage))
+            pages = kv_layer[self._blocks(request).to(kv_layer.device)].detach().cpu().contiguous()
+            file = self._collecting[folder] / f"{layer_name}.safetensors"
+            safetensors.torch.save_file({TENSOR_NAME: pages}, str(file))
+
+    def wait_for_save(self) -> None:
+        collecting, self._collecting = self._collecting, {}
+        for folder, temporary in collecting.items():
+            try:
+                os.rename(temporary, folder)
+            except OSError:
+                # Another engine stored the same prefix meanwhile; either copy is right.
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _requests(self, is_store: bool) -> Iterable[ReqMeta]:
+        metadata = self._get_connector_metadata()
+        if not isinstance(metadata, ExampleConnectorMetadata):
+            raise TypeError(f"expected ExampleConnectorMetadata, got {type(metadata).__name__}")
+        return [request for request in metadata.requests if request.is_store == is_store]
+
+    def _blocks(self, request: ReqMeta) -> torch.Tensor:
+        return torch.tensor([slot // self._block_size for slot in request.slot_mapping[:: self._block_size]])
+
+    # -- scheduler half -----------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        token_ids, mm_hashes = _prompt_of(request)
+        num_tokens = aligned_length(len(token_ids), self._block_size)
+        if num_tokens <= num_computed_tokens or not self._is_stored(token_ids, mm_hashes):
+            return 0, False
+        return num_tokens - num_computed_tokens, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens > 0:
+            self._to_load[request.request_id] = request
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExampleConnectorMetadata:
+        metadata = ExampleConnectorMetadata()
+        scheduled = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            token_ids = list(new.prompt_token_ids or ())
+            mm_hashes = [feature.identifier for feature in new.mm_features]
+            block_ids = list(new.block_ids[0])
+            if self._to_load.pop(new.req_id, None) is not None:
+                metadata.add_request(token_ids, block_ids, self._block_size, False, mm_hashes)
+            elif not self._is_stored(token_ids, mm_hashes):
+                self._to_store[new.req_id] = _Prompt(token_ids, block_ids, mm_hashes)
+                self._store_if_complete(metadata, new.req_id, new.num_computed_tokens + scheduled[new.req_id])
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id, new_block_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            self._follow(req_id, new_block_ids, req_id in cached.resumed_req_ids, metadata)
+            self._store_if_complete(metadata, req_id, computed + scheduled[req_id])
+        self._to_load.clear()
+        return metadata
+
+    def _follow(
+        self,
+        req_id: str,
+        new_block_ids: tuple[list[int], ...] | None,
+        is_resumed: bool,
+        metadata: ExampleConnectorMetadata,
+    ) -> None:
+        """A known request goes on with more blocks, or with new ones and perhaps a load."""
+        blocks = list(new_block_ids[0]) if new_block_ids is not None else []
+        prompt = self._to_store.get(req_id)
+        if prompt is not None:
+            prompt.block_ids = blocks if is_resumed else prompt.block_ids + blocks
+        request = self._to_load.pop(req_id, None)
+        if request is not None:
+            token_ids, mm_hashes = _prompt_of(request)
+            metadata.add_request(token_ids, blocks, self._block_size, False, mm_hashes)
+
+    def _store_if_complete(self, metadata: ExampleConnectorMetadata, req_id: str, num_computed: int) -> None:
+        prompt = self._to_store.get(req_id)
+        if prompt is None or num_computed < aligned_length(len(prompt.token_ids), self._block_size):
+            return
+        del self._to_store[req_id]
+        metadata.add_request(prompt.token_ids, prompt.block_ids, self._block_size, True, prompt.mm_hashes)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._to_load.pop(request.request_id, None)
+        self._to_store.pop(request.request_id, None)
+        return False, None
+
+    def _is_stored(self, token_ids: Sequence[int], mm_hashes: Sequence[str]) -> bool:
+        num_tokens = aligned_length(len(token_ids), self._block_size)
+        return num_tokens > 0 and self._folder(token_ids[:num_tokens], mm_hashes).exists()
+
+    def _folder(self, token_ids: Sequence[int], mm_hashes: Sequence[str]) -> Path:
+        digest = hashlib.sha256(repr((list(token_ids), list(mm_hashes))).encode()).hexdigest()
+        return self._storage / digest
+
+
+def aligned_length(num_tokens: int, block_size: int) -> int:
+    """Whole blocks before the last token, in tokens: the last one is always computed."""
+    return max(0, round_down(num_tokens - 1, block_size))
+
+
+def _prompt_of(request: Request) -> tuple[list[int], list[str]]:
+    return list(request.prompt_token_ids or ()), [feature.identifier for feature in request.mm_features]
