@@ -39,7 +39,7 @@ from vllm.v1.simple_kv_offload.records import (
     TransferMeta,
 )
 from vllm.v1.simple_kv_offload.reporting import StatsReporter
-from vllm.v1.simple_kv_offload.store_policy import StoreRequestState, select_endangered
+from vllm.v1.simple_kv_offload.store_policy import StoreRequestState, find_endangered, select_endangered
 from vllm.v1.simple_kv_offload.store_side import StoreSide
 from vllm.v1.simple_kv_offload.tier import Tier, TierGeometry
 from vllm.v1.simple_kv_offload.views import ManagerViews
@@ -182,10 +182,10 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         At most half of the free blocks at a time, so that the scheduler is not left without any.
         """
         side = self.store_side
-        chosen = side.new_selection(None)
-        chosen.room = min(chosen.room, max(1, side.stores.device.get_num_free_blocks() // 2))
-        last = select_endangered(side.stores, self.target_free, chosen)
-        self.lazy_cursor_id = None if last is None else last.block_id
+        endangered = find_endangered(side.stores, self.target_free)
+        self.lazy_cursor_id = None if endangered.last is None else endangered.last.block_id
+        limit = max(1, side.stores.device.get_num_free_blocks() // 2)
+        chosen = select_endangered(side.stores, endangered, limit)
         # A lease gives its blocks back last first; the oldest must end up frontmost again.
         side.plan(chosen.candidates[::-1], None, to_front=True)
 

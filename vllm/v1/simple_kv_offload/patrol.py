@@ -117,8 +117,7 @@ class HolePatrol:
     def _refresh(self, stores: Stores, state: StoreRequestState, slots: Sequence[KVCacheBlock]) -> None:
         for slot in slots:
             self.guard(state, slot)
-        stores.tier.pool.touch(slots)
-        stores.tier.pool.free_blocks(slots)
+        stores.tier.refresh(slots)
 
     def _fill(
         self,

@@ -269,20 +269,43 @@ def select_tail(
             chosen.add(stores.candidate(block, request))
 
 
-def select_endangered(stores: Stores, depth: int, chosen: Selection) -> KVCacheBlock | None:
-    """The lazy policy: cached blocks among the next ``depth`` to be handed out that have no copy yet.
+@dataclass(frozen=True, slots=True)
+class Endangered:
+    """The cached blocks among the next ones to be handed out, oldest first; ``last`` = the last block looked at."""
 
-    Returns the last block looked at.
-    """
+    blocks: list[tuple[KVCacheBlock, BlockHashWithGroupId]]
+    last: KVCacheBlock | None
+
+
+def find_endangered(stores: Stores, depth: int) -> Endangered:
+    """Look at the next ``depth`` blocks of the device's free list."""
+    blocks: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
     last: KVCacheBlock | None = None
-    queue = stores.device.free_block_queue.iter_blocks_after(None)
-    for block in islice(queue, depth):
-        if chosen.room <= 0:
-            break
+    for block in islice(stores.device.free_block_queue.iter_blocks_after(None), depth):
         last = block
         key = block.block_hash
-        if key is None or get_group_id(key) not in stores.tier.group_ids:
+        if key is not None and get_group_id(key) in stores.tier.group_ids:
+            blocks.append((block, key))
+    return Endangered(blocks, last)
+
+
+def select_endangered(stores: Stores, endangered: Endangered, limit: int) -> Selection:
+    """The lazy policy: endangered blocks without a copy, oldest first, at most ``limit``.
+
+    A copy never takes the slot of another endangered block: two of them would evict each other for
+    ever. Their slots therefore become the youngest of the tier.
+    """
+    uncopied = [(block, key) for block, key in endangered.blocks if not stores.is_copied(key)]
+    keys = {key for _, key in endangered.blocks} if uncopied else set()
+    chosen = Selection(stores.tier, lambda slot: slot.block_hash in keys)
+    chosen.room = min(chosen.room, limit)
+    if uncopied:
+        slots = [stores.tier.get(key) for _, key in endangered.blocks]
+        stores.tier.refresh([slot for slot in slots if slot is not None])
+    for block, key in uncopied:
+        if key in chosen.keys:
             continue
-        if key not in chosen.keys and not stores.is_copied(key):
-            chosen.add(stores.candidate(block, None))
-    return last
+        if not chosen.has_room:
+            break
+        chosen.add(stores.candidate(block, None))
+    return chosen

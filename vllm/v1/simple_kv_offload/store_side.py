@@ -120,10 +120,8 @@ class StoreSide:
                 self.patrol.select_holes(self.stores, state, table, self._stable, chosen)
         self.plan(chosen.candidates, state.request.request_id)
 
-    def new_selection(self, state: StoreRequestState | None) -> Selection:
+    def new_selection(self, state: StoreRequestState) -> Selection:
         """An empty selection with the present room; a request never evicts what it counts on itself."""
-        if state is None:
-            return Selection(self._tier)
         return Selection(self._tier, lambda slot: self.patrol.counts_on(state, slot))
 
     def plan(

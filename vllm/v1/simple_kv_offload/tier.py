@@ -112,6 +112,11 @@ class Tier:
         """The slots that `stage` would take after ``count`` others. The free list must not change meanwhile."""
         return islice(self.pool.free_block_queue.iter_blocks_after(None), count, None)
 
+    def refresh(self, slots: Sequence[KVCacheBlock]) -> None:
+        """These slots count as just used, in this order."""
+        self.pool.touch(slots)
+        self.pool.free_blocks(slots)
+
     def stage(self, count: int) -> list[KVCacheBlock]:
         """Take ``count`` slots, each with one reference for the caller. ``ValueError`` if there are fewer."""
         queue = self.pool.free_block_queue.iter_blocks_after(None)
