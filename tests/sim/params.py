@@ -113,7 +113,7 @@ def _replay(rng: random.Random) -> KVCacheSpec:
         num_kv_heads=1,
         head_size=8,
         dtype=Byte(),
-        sliding_window=rng.choice((3, 5, 8)),
+        sliding_window=rng.choice((2, 4, 8)),  # whole groups of a ring's tokens
         bounded_replay=True,
     )
 
@@ -127,6 +127,14 @@ _EXTRA_KINDS = {
     "replay": (_replay, 1),
 }
 
+# A replay starts before the hit's end, where states and other windows are not kept; no model mixes them.
+_NOT_WITH = {
+    "replay": frozenset({"state", "window", "chunked"}),
+    "state": frozenset({"replay"}),
+    "window": frozenset({"replay"}),
+    "chunked": frozenset({"replay"}),
+}
+
 
 def _draw_specs(rng: random.Random) -> tuple[KVCacheSpec, ...]:
     count = rng.choice((1, 1, 2, 2, 3, 4))
@@ -136,6 +144,8 @@ def _draw_specs(rng: random.Random) -> tuple[KVCacheSpec, ...]:
     while len(specs) < count:
         name = rng.choice(names)
         if name in seen and name in {"replay", "ring", "chunked"}:
+            continue
+        if seen & _NOT_WITH.get(name, frozenset()):
             continue
         seen.add(name)
         specs.append(_EXTRA_KINDS[name][0](rng))

@@ -23,7 +23,9 @@ JOBS = min(4, os.cpu_count() or 1)
 @pytest.mark.timeout(900)
 def test_all_seeds_are_clean_and_reach_every_mark() -> None:
     summary = run_batch(range(SEEDS), TICKS, JOBS)
-    failures = "\n".join(f"python -m tests.sim --seed {s} --ticks {TICKS}: {m}" for s, m in summary.failures[:5])
+    failures = "\n".join(
+        f"python -m tests.sim --seed {s} --ticks {TICKS}: {m}" for s, m in summary.failures[:5]
+    )
     assert not summary.failures, failures
     assert not MARKS - summary.marks.keys()
 
@@ -39,7 +41,9 @@ def test_regressions_stay_fixed(path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(name for name in MUTANTS if name != "none"))
 def test_planted_bugs_are_caught(name: str) -> None:
-    assert first_failure(range(MUTANT_SEEDS), TICKS, name) is not None, f"{name} survived {MUTANT_SEEDS} seeds"
+    assert first_failure(range(MUTANT_SEEDS), TICKS, name) is not None, (
+        f"{name} survived {MUTANT_SEEDS} seeds"
+    )
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:

@@ -64,7 +64,10 @@ class SimWorker:
         self.requests: dict[str, WorkerRequest] = {}
         self.ghosts: set[str] = set()
         """Requests whose step failed: what later steps compute for them is void."""
-        self._failed_loads: set[str] = set()
+        self._failed_loads: list[set[str]] = [set() for _ in range(params.ranks)]
+        self._seen = [(INVALID_JOB_ID, INVALID_JOB_ID)] * params.ranks
+        self._lost = [SimpleCPUOffloadWorkerMetadata() for _ in range(params.ranks)]
+        self._lost_loads: list[set[int]] = [set() for _ in range(params.ranks)]
         self._replay_tokens = max((s.prefix_replay_tokens for s in params.specs), default=0)
         self._load_order: list[int] = []
         self.identities: dict[str, tuple[str | None, str | None]] = {}
@@ -87,7 +90,7 @@ class SimWorker:
             if not fails:
                 forward(memory, self.groups, batch)
         self._mark_kinds(batch)
-        self._submit_copies(output, rng)
+        self._submit_copies(step, rng)
         step.executed = True
         if fails:
             self.ghosts |= set(output.num_scheduled_tokens)
@@ -163,6 +166,8 @@ class SimWorker:
                     end,
                     request.replay_start,
                     request.cached_end,
+                    version,
+                    version == self.version,
                 )
             )
         return batch
@@ -192,12 +197,16 @@ class SimWorker:
 
     # --- copies ---------------------------------------------------------------------------------------------------
 
-    def _submit_copies(self, output: SchedulerOutput, rng: random.Random) -> None:
-        meta = output.kv_connector_metadata
+    def _submit_copies(self, step: Step, rng: random.Random) -> None:
+        """Hand the step's orders to the lanes; ranks on which the step fails may never have got them."""
+        meta = step.output.kv_connector_metadata
         if not isinstance(meta, SimpleCPUOffloadMetadata):
             return
-        self._failed_loads |= set(meta.failed_load_reqs)
-        for lanes in self.lanes:
+        for rank, lanes in enumerate(self.lanes):
+            if step.fails and rng.random() < 0.5:
+                continue
+            self._notice_lost(rank, meta)
+            self._failed_loads[rank] |= set(meta.failed_load_reqs)
             if meta.load_event != INVALID_JOB_ID:
                 pairs = list(zip(meta.load_cpu_blocks, meta.load_gpu_blocks, strict=True))
                 ids = meta.load_event_to_reqs[meta.load_event]
@@ -210,6 +219,21 @@ class SimWorker:
                 lanes.submit(self._job(meta.store_event, True, pairs, [], rng))
         if meta.load_event != INVALID_JOB_ID:
             self._load_order.append(meta.load_event)
+
+    def _notice_lost(self, rank: int, meta: SimpleCPUOffloadMetadata) -> None:
+        """Orders of earlier steps that never reached this rank are reported, stores as failed, loads as lost."""
+        loads, stores = self._seen[rank]
+        self._lost[rank].lost_load_events |= set(range(loads + 1, meta.issued_load_event + 1)) - {
+            meta.load_event
+        }
+        for event in set(range(stores + 1, meta.issued_store_event + 1)) - {meta.store_event}:
+            self._lost[rank].failed_store_events[event] = 1
+        self._lost_loads[rank] |= self._lost[rank].lost_load_events
+        self._seen[rank] = (meta.issued_load_event, meta.issued_store_event)
+        for event, request_ids in meta.failed_load_events.items():
+            if event in self._lost_loads[rank]:
+                self._lost_loads[rank].discard(event)
+                self._failed_loads[rank] |= set(request_ids)
 
     def _job(
         self,
@@ -266,11 +290,10 @@ class SimWorker:
     def reports(self, rng: random.Random) -> list[KVConnectorOutput | None]:
         """What each rank has to say with its next output; ranks may keep finished jobs back for later."""
         reports: list[KVConnectorOutput | None] = []
-        failed, self._failed_loads = self._failed_loads, set()
-        for lanes in self.lanes:
+        for rank, lanes in enumerate(self.lanes):
             told = [job for job in lanes.unreported if not self.fault("report late", rng)]
             lanes.unreported = [job for job in lanes.unreported if job not in told]
-            reports.append(self._report(told, failed))
+            reports.append(self._report(rank, told))
         open_events = [
             {j.event for j in lanes.running + lanes.unreported if j.is_store} for lanes in self.lanes
         ]
@@ -278,11 +301,12 @@ class SimWorker:
             self.marks.hit("rank skew")
         return reports
 
-    def _report(self, jobs: list[CopyJob], failed_now: set[str]) -> KVConnectorOutput | None:
-        if not jobs and not failed_now:
+    def _report(self, rank: int, jobs: list[CopyJob]) -> KVConnectorOutput | None:
+        failed, self._failed_loads[rank] = self._failed_loads[rank], set()
+        meta, self._lost[rank] = self._lost[rank], SimpleCPUOffloadWorkerMetadata()
+        if not jobs and not failed and meta == SimpleCPUOffloadWorkerMetadata():
             return None
-        received, failed = set(failed_now), set(failed_now)
-        meta = SimpleCPUOffloadWorkerMetadata()
+        received = set(failed)
         for job in jobs:
             if job.is_store:
                 counts = meta.failed_store_events if job.failed else meta.completed_store_events

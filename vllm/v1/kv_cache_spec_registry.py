@@ -48,6 +48,11 @@ _KINDS: dict[str, tuple[str, str | None]] = {
         None,
     ),
     "vllm.v1.kv_cache_spec_state.MambaSpec": (f"{_KV_KINDS}.mamba:MambaManager", None),
+    "vllm.v1.kv_cache_spec_state.HiSparseHotSpec": (f"{_KV_KINDS}.circular:HiSparseHotManager", None),
+    "vllm.v1.kv_cache_spec_state.HiSparseResidentSpec": (
+        f"{_KV_KINDS}.circular:HiSparseResidentManager",
+        None,
+    ),
 }
 
 ENTRY_POINT_GROUP = "vllm.kv_cache_kinds"
