@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from math import lcm
 
 from vllm.distributed.kv_event_types import MEDIUM_CPU, AnyKVCacheEvent
+from vllm.logger import init_logger
 from vllm.utils.checks import check
 from vllm.v1.core.block_hash import BlockHash
 from vllm.v1.core.block_pool import BlockObserver, BlockPool
@@ -23,6 +24,8 @@ from vllm.v1.kv_cache_interface import (
     get_mamba_prefill_checkpoint_position,
     iter_layer_specs,
 )
+
+logger = init_logger(__name__)
 
 GroupBlocks = tuple[Sequence[KVCacheBlock], ...]
 
@@ -111,7 +114,7 @@ class KVCacheCoordinator(ABC):
         )
         self._check_sizes(hash_block_size)
         self._flag_eagle_groups()
-        self._batches = make_batches(self.single_type_managers)
+        self._batches = [] if self._replay_is_impossible() else make_batches(self.single_type_managers)
 
     def _hit_alignment(self, hash_block_size: int) -> int:
         """Tokens on whose multiples hits end: no state that several tokens share may be cut."""
@@ -162,6 +165,16 @@ class KVCacheCoordinator(ABC):
             manager.use_eagle = manager.kv_cache_group_id in self.drop_eagle_group_ids
             manager.hits_are_dropped = bool(self.drop_eagle_group_ids)
             manager.cache_hit_alignment_tokens = self._geometry.alignment_tokens
+
+    def _replay_is_impossible(self) -> bool:
+        """A window is replayed from before the hit's end, where kinds that keep only a tail have nothing to read."""
+        replays = any(manager.kv_cache_spec.prefix_replay_tokens for manager in self.single_type_managers)
+        sparse = any(m.caches and not m.retains_longer_hit for m in self.single_type_managers)
+        if replays and sparse:
+            logger.warning(
+                "No prefix hits: windows that are replayed do not go with other kinds that keep a tail"
+            )
+        return replays and sparse
 
     @property
     def cache_hit_alignment_tokens(self) -> int:
