@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
@@ -18,6 +17,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 VOCAB = 50
 _MODULUS = (1 << 61) - 1
 POISON = -1
+"""Nothing was ever written here; reading it is an error."""
+GARBAGE = -2
+"""A load failed here and says so: what is computed from it is garbage too, and must never reach a client."""
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -42,6 +44,7 @@ class Row:
     tables: list[list[int]]
     num_prompt: int = 0
     stamps: list[int] = field(default_factory=list)
+    tainted: bool = False
 
     def stamp(self, position: int) -> int:
         if len(self.stamps) <= position:
@@ -58,6 +61,7 @@ class FakeWorker:
         self.memory: dict[int, dict[int, int]] = {}
         self.corrupt: set[str] = set()
         self.connector_report: Callable[[SchedulerOutput], KVConnectorOutput | None] = lambda output: None
+        self.before_forward: Callable[[SchedulerOutput], None] = lambda output: None
         self.draft: Callable[[Row], list[int]] | None = None
         self.checks = 0
 
@@ -73,6 +77,7 @@ class FakeWorker:
         for new in output.scheduled_new_reqs:
             self._add(new)
         self._extend(output.scheduled_cached_reqs)
+        self.before_forward(output)
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -115,6 +120,7 @@ class FakeWorker:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _compute(self, row: Row, start: int, end: int) -> None:
+        row.tainted = False
         for spec, table in zip(self.specs, row.tables, strict=True):
             if isinstance(spec, MambaSpec):
                 self._advance_state(row, table, spec.block_size, start, end)
@@ -125,57 +131,72 @@ class FakeWorker:
 
     def _attend(self, row: Row, table: list[int], spec: KVCacheSpec, start: int, end: int) -> None:
         size = spec.block_size
-        for position in range(start, end):
-            block = table[position // size]
-            assert block != 0, "a token would be written into the null block"
-            self.memory.setdefault(block, {})[position % size] = row.stamp(position)
         first = 0
         if isinstance(spec, SlidingWindowSpec):
             first = max(0, start - spec.sliding_window + 1)
-        for position in range(first, end):
+        for position in range(first, start):
             self._check(row, table[position // size], position % size, position)
+        for position in range(start, end):
+            self._write(row, table[position // size], position % size, position)
 
     def _advance_state(self, row: Row, table: list[int], size: int, start: int, end: int) -> None:
         if start > 0:
             self._check(row, table[(start - 1) // size], 0, start - 1)
-        target = table[(end - 1) // size]
-        assert target != 0, "a state would be written into the null block"
-        self.memory[target] = {0: row.stamp(end - 1)}
+        self._write(row, table[(end - 1) // size], 0, end - 1)
 
     def _fill_ring(self, row: Row, block: int, capacity: int, start: int, end: int) -> None:
         """Every fourth token reads the rows of its group back."""
-        assert block != 0, "a ring would be the null block"
-        rows = self.memory.setdefault(block, {})
         for position in range(start, end):
-            rows[position % capacity] = row.stamp(position)
+            self._write(row, block, position % capacity, position)
             if position % 4 == 3:
                 for member in range(position - 3, position + 1):
                     self._check(row, block, member % capacity, member)
 
+    def _write(self, row: Row, block: int, offset: int, position: int) -> None:
+        assert block != 0, "something would be written into the null block"
+        self.memory.setdefault(block, {})[offset] = GARBAGE if row.tainted else row.stamp(position)
+
     def _check(self, row: Row, block: int, offset: int, position: int) -> None:
         self.checks += 1
         found = self.memory.get(block, {}).get(offset, POISON)
+        if found == GARBAGE:
+            row.tainted = True
+        if row.tainted:
+            return
         assert found == row.stamp(position), f"position {position} of block {block} holds other content"
 
     def load(
-        self, tables: Sequence[Sequence[int]], groups: Sequence[int], tokens: Sequence[int], first: int
+        self, tables: Sequence[Sequence[int]], groups: Sequence[int], tokens: list[int], first: int
     ) -> None:
         """What a connector does: bring the content of positions `[first, len(tokens))` of these groups."""
-        row = Row(list(tokens), [])
-        for group in groups:
-            spec, table = self.specs[group], tables[group]
-            if isinstance(spec, MambaSpec):
-                target = table[(len(tokens) - 1) // spec.block_size]
-                self.memory[target] = {0: row.stamp(len(tokens) - 1)}
-                continue
-            for position in range(first, len(tokens)):
-                block = table[position // spec.block_size]
-                if block != 0:
-                    self.memory.setdefault(block, {})[position % spec.block_size] = row.stamp(position)
+        row = Row(tokens, [])
+        for group, block, offset, position in self.targets(tables, groups, len(tokens), first):
+            del group
+            self.memory.setdefault(block, {})[offset] = row.stamp(position)
 
-    def poison(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self.memory[block] = {}
+    def spoil(
+        self, tables: Sequence[Sequence[int]], groups: Sequence[int], num_tokens: int, first: int
+    ) -> set[int]:
+        """A load that failed; returns the blocks concerned."""
+        targets = self.targets(tables, groups, num_tokens, first)
+        for _, block, offset, _ in targets:
+            self.memory.setdefault(block, {})[offset] = GARBAGE
+        return {block for _, block, _, _ in targets}
+
+    def targets(
+        self, tables: Sequence[Sequence[int]], groups: Sequence[int], num_tokens: int, first: int
+    ) -> list[tuple[int, int, int, int]]:
+        """(group, block, offset, position) of everything a load of positions `[first, num_tokens)` writes."""
+        found = []
+        for group in groups:
+            size, table = self.specs[group].block_size, tables[group]
+            if isinstance(self.specs[group], MambaSpec):
+                found.append((group, table[(num_tokens - 1) // size], 0, num_tokens - 1))
+                continue
+            for position in range(first, num_tokens):
+                if table[position // size] != 0:
+                    found.append((group, table[position // size], position % size, position))
+        return found
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -207,14 +228,9 @@ class FakeWorker:
         drafts, row.tokens, row.stamps = row.tokens[base:], row.tokens[:base], []
         new: list[int] = []
         for draft in [*drafts, None]:
-            token = next_token(row.tokens)
+            token = (next_token(row.tokens) + row.tainted) % VOCAB
             row.tokens.append(token)
             new.append(token)
             if token != draft:
                 break
         return new
-
-
-def no_report(output: SchedulerOutput) -> Any:
-    """A worker without a connector."""
-    return None

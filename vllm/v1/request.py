@@ -99,7 +99,9 @@ class Request:
     * ``num_computed_tokens``: scheduled so far, confirmed or not.
     * ``num_in_flight_tokens``: the part of it whose step has not been processed yet; the difference is confirmed.
     * ``num_output_placeholders``: sampled tokens of steps in flight, which have no id yet.
-    * ``num_stale_output_tokens``: sampled tokens still under way when the request was preempted.
+    * ``num_stale_output_tokens``: sampled tokens still under way when the request was preempted (one per step).
+    * ``num_hash_offered_tokens``: what the KV manager has been asked to hash; it is asked about no token twice, because
+      a state that is overwritten in place must be hashed before the step that does so.
 
     ``status`` may be assigned by outside callers; inside the core it changes only through :meth:`move_to`.
 
@@ -178,9 +180,11 @@ class Request:
         self.shared_prefix_boundary = 0
         self.replay_start = 0
         self.num_external_computed_tokens = 0
+        self.num_hash_offered_tokens = 0
         self.num_cached_tokens = 0
         self.next_decode_eligible_step = 0
         self.last_sched_seq = -1
+        self.admitted_seq = -1
         self.num_overtaken = 0
         self.num_load_failures = 0
         self.spec_decode_metrics: RequestSpecDecodeMetrics | None = None

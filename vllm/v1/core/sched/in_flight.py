@@ -13,12 +13,22 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 
 @dataclass(slots=True)
+class BlockUse:
+    """The blocks a request uses or used, each with the first token it holds."""
+
+    request_id: str
+    positions: dict[int, int]
+
+
+@dataclass(slots=True)
 class StepRecord:
     """One step in flight.
 
     ``partial``: requests whose prompt the step does not finish, so that it samples nothing for them.
     ``stale``: requests preempted since; their tokens are still wanted, their counters are not.
     ``dropped``: requests whose result must be ignored, whoever owns the id by now.
+    ``sync_loads``: requests whose load has to end within the step, each with the first token that is loaded.
+    ``departed``: block tables given back while that load could still turn out to have failed.
     """
 
     output: SchedulerOutput
@@ -26,6 +36,8 @@ class StepRecord:
     partial: set[str]
     stale: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
+    sync_loads: dict[str, int] = field(default_factory=dict)
+    departed: list[BlockUse] = field(default_factory=list)
 
 
 class InFlightSteps:
@@ -80,3 +92,28 @@ class InFlightSteps:
     def has_request(self, request_id: str) -> bool:
         """True if some step computes the request."""
         return any(request_id in record.output.num_scheduled_tokens for record in self._records)
+
+    def drop_stale(self, request_id: str) -> None:
+        """Ignore tokens under way that the request was preempted from."""
+        for record in self._records:
+            if request_id in record.stale:
+                record.stale.discard(request_id)
+                record.dropped.add(request_id)
+
+    # --- loads that end within a step -------------------------------------------------------------------------------
+
+    def unconfirmed_load(self, since_seq: int) -> StepRecord | None:
+        """The oldest step whose loads may still turn out to have failed, if a request admitted at ``since_seq`` can
+        have used what they brought.
+        """
+        for record in self._records:
+            if record.sync_loads:
+                return record if since_seq >= record.seq else None
+        return None
+
+    def unconfirmed_load_start(self, request_id: str) -> int | None:
+        """The first token of the request's own load that is not confirmed yet."""
+        starts = [
+            record.sync_loads[request_id] for record in self._records if request_id in record.sync_loads
+        ]
+        return min(starts, default=None)

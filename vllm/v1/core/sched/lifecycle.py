@@ -22,6 +22,7 @@ from vllm.v1.core.sched import connector_calls
 from vllm.v1.core.sched.chunking import PrefillCadence
 from vllm.v1.core.sched.in_flight import InFlightSteps
 from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.load_failures import block_use
 from vllm.v1.core.sched.manager_setup import make_kv_cache_manager
 from vllm.v1.core.sched.params import params_from_config
 from vllm.v1.core.sched.remote_wait import RemoteWaits
@@ -355,10 +356,12 @@ class RequestLifecycle(SchedulerInterface):
         )
         self._ended_outputs.append((request.client_index, output))
 
-    @staticmethod
-    def _forget_unconfirmed(request: Request) -> None:
-        """Take back what steps in flight were to compute."""
+    def _forget_unconfirmed(self, request: Request) -> None:
+        """Take back what steps in flight were to compute or to load."""
         request.num_computed_tokens -= request.num_in_flight_tokens
+        load_start = self._in_flight.unconfirmed_load_start(request.request_id)
+        if load_start is not None:
+            request.num_computed_tokens = min(request.num_computed_tokens, load_start)
         request.num_in_flight_tokens = 0
         request.num_output_placeholders = 0
         request.num_stale_output_tokens = 0
@@ -382,6 +385,11 @@ class RequestLifecycle(SchedulerInterface):
 
     def _free_blocks(self, request: Request) -> None:
         """Let go of the request's blocks; those a step in flight may still use return after that step."""
+        unconfirmed = self._in_flight.unconfirmed_load(request.admitted_seq)
+        if unconfirmed is not None:
+            # What it has read may turn out not to be there: its blocks must not be found, and are remembered.
+            unconfirmed.departed.append(block_use(self.kv_cache_manager, request.request_id))
+            self.kv_cache_manager.evict_unconfirmed(request, 0)
         fenced = request.last_sched_seq > self.processed_step_seq
         if not (self.defer_block_free and fenced):
             self.kv_cache_manager.free(request)
@@ -394,6 +402,15 @@ class RequestLifecycle(SchedulerInterface):
         while self.deferred_frees and self.deferred_frees[0][0] <= self.processed_step_seq:
             _, blocks = self.deferred_frees.popleft()
             self.kv_cache_manager.block_pool.free_blocks(blocks)
+
+    def _offer_hashes(self, request: Request, num_tokens: int) -> None:
+        """Have the blocks hashed that ``num_tokens`` tokens fill, if that is more than before."""
+        unit, offered = self.hash_block_size, request.num_hash_offered_tokens
+        if num_tokens // unit > offered // unit or (
+            self.params.hash_lookahead_tokens and num_tokens > offered
+        ):
+            request.num_hash_offered_tokens = num_tokens
+            self.kv_cache_manager.cache_blocks(request, num_tokens)
 
     # --- preemption -------------------------------------------------------------------------------------------------
 
@@ -416,7 +433,7 @@ class RequestLifecycle(SchedulerInterface):
         self._inflight_prefills.discard(request)
         request.num_stale_output_tokens = num_stale
         request.drop_stale_output = drop_stale
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_hash_offered_tokens = 0
         request.replay_start = 0
         request.is_prefill_chunk = False
         request.move_to(RequestStatus.PREEMPTED)
@@ -432,7 +449,7 @@ class RequestLifecycle(SchedulerInterface):
         self.kv_holding_waiting.remove_request(request)
         self._remote.forget(request)
         self._free_blocks(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_hash_offered_tokens = 0
         request.replay_start = 0
         self.waiting.prepend_request(request)
 

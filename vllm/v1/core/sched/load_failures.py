@@ -1,6 +1,7 @@
 """What becomes of requests whose external loads failed.
 
-Owns the plan; the scheduler applies it.  Must not know queues.  Layer: L5 (scheduler).
+Owns the search for everything that failed loads have spoilt, and the plan; the scheduler applies it.  Must not know
+queues.  Layer: L5 (scheduler).
 """
 
 from __future__ import annotations
@@ -9,15 +10,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.in_flight import BlockUse
 from vllm.v1.request import Request
 
 
 @dataclass(slots=True)
 class Affected:
-    """A request that uses blocks whose load failed; ``position`` is its first token in one."""
+    """A request that has counted spoilt content as computed; ``position`` is the first such token."""
 
     request: Request
     position: int
+    blocks: set[int]
+
+
+@dataclass(slots=True)
+class Damage:
+    """All that a failure has spoilt: blocks, live requests, and ids of requests that have let go of theirs."""
+
+    blocks: set[int]
+    affected: list[Affected] = field(default_factory=list)
+    departed_ids: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -32,38 +44,60 @@ class RewindPlan:
     restart: list[Affected] = field(default_factory=list)
 
 
-def invalid_blocks_of(manager: KVCacheManager, request: Request, invalid: set[int]) -> dict[int, int]:
-    """The request's invalid blocks, each with the first token it holds."""
-    found: dict[int, int] = {}
+def block_use(manager: KVCacheManager, request_id: str) -> BlockUse:
+    """The blocks the request holds."""
+    positions: dict[int, int] = {}
     for group in manager.coordinator.single_type_managers:
-        for index, block in enumerate(group.req_to_blocks.get(request.request_id, ())):
-            if block.block_id in invalid:
-                found[block.block_id] = index * group.block_size
-    return found
+        for index, block in enumerate(group.req_to_blocks.get(request_id, ())):
+            if not block.is_null:
+                positions[block.block_id] = index * group.block_size
+    return BlockUse(request_id, positions)
 
 
-def affected_by(manager: KVCacheManager, requests: Iterable[Request], invalid: set[int]) -> list[Affected]:
-    """All requests that have counted a token of an invalid block as computed."""
-    found = []
-    for request in requests:
-        blocks = invalid_blocks_of(manager, request, invalid)
-        position = min(blocks.values(), default=request.num_computed_tokens)
-        if position < request.num_computed_tokens:
-            found.append(Affected(request, position))
-    return found
+def assess(
+    manager: KVCacheManager, requests: Iterable[Request], departed: Iterable[BlockUse], invalid: set[int]
+) -> Damage:
+    """Follow the damage: whoever used an invalid block has written spoilt content after it, which others may have
+    found by its hash.  ``departed`` are tables that were given back meanwhile.
+    """
+    damage = Damage(set(invalid))
+    live = [(request, block_use(manager, request.request_id)) for request in requests]
+    gone = list(departed)
+    spreads = True
+    while spreads:
+        spreads = False
+        for entry in list(live):
+            position = _first_spoilt(entry[1], damage.blocks)
+            if position is None or position >= entry[0].num_computed_tokens:
+                continue
+            spoilt = {block for block, start in entry[1].positions.items() if start >= position}
+            damage.affected.append(Affected(entry[0], position, spoilt))
+            damage.blocks |= spoilt
+            live.remove(entry)
+            spreads = True
+        for use in list(gone):
+            position = _first_spoilt(use, damage.blocks)
+            if position is None:
+                continue
+            damage.blocks |= {block for block, start in use.positions.items() if start >= position}
+            damage.departed_ids.add(use.request_id)
+            gone.remove(use)
+            spreads = True
+    return damage
 
 
-def plan_rewind(
-    manager: KVCacheManager, affected: list[Affected], invalid: set[int], can_cut: bool
-) -> RewindPlan:
+def _first_spoilt(use: BlockUse, spoilt: set[int]) -> int | None:
+    return min((start for block, start in use.positions.items() if block in spoilt), default=None)
+
+
+def plan_rewind(affected: list[Affected], can_cut: bool) -> RewindPlan:
     """Share out the affected requests.  ``can_cut``: computing may start at any block border."""
     plan = RewindPlan()
     claimed: set[int] = set()
     for entry in affected:
-        blocks = set(invalid_blocks_of(manager, entry.request, invalid))
-        if can_cut and claimed.isdisjoint(blocks):
+        if can_cut and claimed.isdisjoint(entry.blocks):
             plan.in_place.append(entry)
-            claimed |= blocks
+            claimed |= entry.blocks
         else:
             plan.restart.append(entry)
     return plan

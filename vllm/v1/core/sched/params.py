@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    RSWASpec,
+    is_full_attention_spec,
+    iter_layer_specs,
+)
 
 OVERTAKE_CANDIDATES_MAX = 4
 """How many requests behind one that does not fit are tried in a pass."""
@@ -50,7 +57,9 @@ class CacheShape:
             restart_alignment=alignment,
             replay_tokens=max((spec.prefix_replay_tokens for spec in specs), default=0),
             hash_tokens=hash_block_size,
-            can_cut_anywhere=len(config.kv_cache_groups) == 1 and alignment == 1,
+            can_cut_anywhere=len(config.kv_cache_groups) == 1
+            and alignment == 1
+            and _keeps_all_tokens(specs[0]),
         )
 
     def restart_position(self, num_tokens: int) -> int:
@@ -61,6 +70,11 @@ class CacheShape:
 def _keeps_states_at_blocks(spec: KVCacheSpec) -> bool:
     """True for recurrent state in ``align`` mode, where chunks have to end on block boundaries."""
     return isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
+
+
+def _keeps_all_tokens(spec: KVCacheSpec) -> bool:
+    """True if no block is dropped while the request lives, so that any shorter prefix is whole."""
+    return is_full_attention_spec(spec) and not isinstance(spec, RSWASpec)
 
 
 def _restarts_only_aligned(spec: KVCacheSpec) -> bool:

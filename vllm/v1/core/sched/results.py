@@ -11,7 +11,7 @@ from collections import defaultdict
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.in_flight import StepRecord
-from vllm.v1.core.sched.load_failures import Affected, affected_by, plan_rewind
+from vllm.v1.core.sched.load_failures import Affected, RewindPlan, assess, plan_rewind
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.stop import check_stop
 from vllm.v1.core.sched.token_results import (
@@ -50,7 +50,7 @@ class Results(Upkeep):
         record = self._begin_results(scheduler_output)
         kv_output = model_runner_output.kv_connector_output
         if kv_output is not None and kv_output.invalid_block_ids:
-            record.dropped |= self._handle_invalid_blocks(kv_output.invalid_block_ids)
+            record.dropped |= self._handle_invalid_blocks(kv_output.invalid_block_ids, record)
         outputs: ClientOutputs = defaultdict(list)
         self._apply_tokens(record, model_runner_output, outputs)
         if kv_output is not None:
@@ -167,7 +167,8 @@ class Results(Upkeep):
             request.num_output_placeholders -= 1
         request.append_output_token_ids(tokens[0])
         if self._hash_on_arrival:
-            self._hash_confirmed(request, num_scheduled)
+            confirmed = request.num_computed_tokens - request.num_in_flight_tokens
+            self._offer_hashes(request, min(confirmed, len(request._all_token_ids)))
         output = EngineCoreOutput(request.request_id, tokens)
         if request.prefill_stats is not None:
             output.prefill_stats = request.take_prefill_stats()
@@ -194,7 +195,7 @@ class Results(Upkeep):
         if not is_stale:
             request.num_computed_tokens -= len(tokens) - len(kept)
             if self._hash_on_arrival:
-                self._hash_confirmed(request, num_scheduled)
+                self._offer_hashes(request, min(request.num_confirmed_tokens, request.num_tokens))
         error = None
         if kept and not self.structured_output_manager.accept_tokens(request, kept):
             request.status, error, stopped = RequestStatus.FINISHED_ERROR, GRAMMAR_VIOLATED, True
@@ -239,14 +240,6 @@ class Results(Upkeep):
                 if self._sessions.has_input(request):
                     self._resume_session(request)
 
-    def _hash_confirmed(self, request: Request, num_scheduled: int) -> None:
-        """Hash blocks that the confirmed tokens have filled."""
-        confirmed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-        unit = self.hash_block_size
-        crossed = confirmed // unit != (confirmed - num_scheduled) // unit
-        if crossed or self.params.hash_lookahead_tokens:
-            self.kv_cache_manager.cache_blocks(request, confirmed)
-
     def _observe_drafts(self, request: Request, drafted: Drafted | None) -> None:
         if drafted is None:
             return
@@ -259,36 +252,53 @@ class Results(Upkeep):
 
     # --- loads and sends --------------------------------------------------------------------------------------------
 
-    def _handle_invalid_blocks(self, invalid: set[int]) -> set[str]:
+    def _handle_invalid_blocks(self, invalid: set[int], record: StepRecord) -> set[str]:
         """Blocks could not be loaded: every request that counts on one goes back before it, or ends.
 
         Returns the requests whose tokens of this step are void.
         """
         manager = self.kv_cache_manager
-        waiting = affected_by(manager, self.kv_holding_waiting, invalid)
-        running = affected_by(manager, self.running, invalid)
-        for entry in [*waiting, *running]:
-            # The hashes go first: nobody may find these bytes from here on.
+        damage = assess(manager, [*self.kv_holding_waiting, *self.running], record.departed, invalid)
+        # The hashes go first: nobody may find these bytes from here on.
+        manager.evict_blocks(sorted(damage.blocks))
+        for entry in damage.affected:
             manager.evict_unconfirmed(entry.request, entry.position)
             entry.request.num_load_failures += 1
+        for request_id in sorted(damage.departed_ids):
+            self._drop_stale_tokens(request_id)
+        void = damage.departed_ids | {entry.request.request_id for entry in damage.affected}
         if not self.recompute_kv_load_failures:
-            requests = [entry.request for entry in [*waiting, *running]]
+            requests = [entry.request for entry in damage.affected]
             self._leave_queues(requests)
             for request in requests:
                 self._end_with_error(request, LOAD_FAILED)
-            return {request.request_id for request in requests}
+            return void
         can_cut = self.params.cache.can_cut_anywhere
-        for entry in waiting:
-            self._rewind_waiting(entry, can_cut)
-        plan = plan_rewind(manager, running, invalid, can_cut)
+        running = []
+        for entry in damage.affected:
+            if entry.request.status is RequestStatus.RUNNING:
+                running.append(entry)
+            else:
+                self._rewind_waiting(entry, can_cut)
+        self._rewind_running(plan_rewind(running, can_cut))
+        return void
+
+    def _rewind_running(self, plan: RewindPlan) -> None:
         for entry in plan.in_place:
             self._in_flight.drop_request(entry.request.request_id)
             self._forget_unconfirmed(entry.request)
             entry.request.num_computed_tokens = entry.position
+            entry.request.num_hash_offered_tokens = entry.position
         timestamp = self.clock.monotonic()
         for entry in reversed(plan.restart):
             self._preempt_request(entry.request, timestamp, drop_stale=True)
-        return {entry.request.request_id for entry in running}
+
+    def _drop_stale_tokens(self, request_id: str) -> None:
+        """Tokens still under way were sampled from spoilt content."""
+        self._in_flight.drop_stale(request_id)
+        request = self.requests.get(request_id)
+        if request is not None:
+            request.num_stale_output_tokens = 0
 
     def _rewind_waiting(self, entry: Affected, can_cut: bool) -> None:
         """A request that waits with its blocks keeps the good part, or starts again once the load has ended."""

@@ -77,7 +77,7 @@ class Scheduler(WaitingPass):
         if end is LoadEnd.RETRY:
             self._release_holder(request)
             return
-        self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        self._offer_hashes(request, request.num_computed_tokens)
         request.num_computed_tokens, request.replay_start = start_after_load(request, self.params.cache)
         self._remote.enter_stage(request, COMPLETED_WAITING)
 
@@ -96,15 +96,21 @@ class Scheduler(WaitingPass):
             # A request further on may still take this one's place, so its blocks get their hashes only afterwards.
             blocks = allocate(request, num_new, num_lookahead_tokens=lookahead, delay_cache_blocks=True)
             while blocks is None:
-                index = self._make_room(request, index, plan)
-                if request.status is not RequestStatus.RUNNING or plan.starved:
+                victim = self._choose_victim(plan)
+                if victim is None:
+                    break
+                if victim is request and self._fills_the_pool(request, plan):
+                    self.running.remove(request)
+                    self._end_stalled(request)
+                    break
+                index -= self._give_way(victim, index, plan)
+                if victim is request:
                     break
                 blocks = allocate(request, num_new, num_lookahead_tokens=lookahead, delay_cache_blocks=True)
             if blocks is not None:
                 self._go_on(request, num_new, blocks, plan)
-                index += 1
-            elif plan.starved:
-                index += 1
+            # A request that gave way itself has left its place to the next one.
+            index += request.status is RequestStatus.RUNNING
 
     def _running_chunk(self, request: Request, plan: StepPlan) -> int:
         """Tokens the running request gets in this pass."""
@@ -136,23 +142,25 @@ class Scheduler(WaitingPass):
                 plan.spec_tokens[request.request_id] = request.spec_token_ids[:num_drafts]
             request.spec_token_ids = []
 
-    def _make_room(self, request: Request, index: int, plan: StepPlan) -> int:
-        """Let one running request give way to ``request`` (at ``index``); returns the index where the pass goes on.
+    def _choose_victim(self, plan: StepPlan) -> Request | None:
+        """Who gives way to a request that cannot get memory.
 
-        Where memory comes back by itself, or nobody can give any in this pass, the request waits one step instead.
+        None where memory comes back by itself, or where nobody can give any in this pass: the request waits one step.
         """
         waits = bool(self.deferred_frees)
         if not waits and self.connector is not None:
             waits = self.connector.has_pending_block_frees()
         victim = None if waits else choose_victim(self.running, self.policy, self._fenced_ids())
-        if victim is None:
-            plan.starved = True
-            return index
+        plan.starved |= victim is None
+        return victim
+
+    def _give_way(self, victim: Request, index: int, plan: StepPlan) -> bool:
+        """Take the victim out of the pass; True if it stood before ``index``."""
         position = self.running.index(victim)
         plan.remove_running(victim)
         self._preempt_request(victim, self.clock.monotonic())
         plan.preempted = True
-        return index - 1 if position < index else index
+        return position < index
 
     def _fenced_ids(self) -> frozenset[str]:
         """Running requests whose blocks would come back only after a step in flight."""
@@ -165,12 +173,10 @@ class Scheduler(WaitingPass):
         """Nobody is taken out of the step any more: what it computes may be found by its hash from now on."""
         if not self.params.prefix_caching:
             return
-        unit, lookahead = self.hash_block_size, self.params.hash_lookahead_tokens
+        num_scheduled = plan.num_scheduled
         for request in plan.running:
-            start = request.num_computed_tokens
-            end = min(start + plan.num_scheduled[request.request_id], request.num_tokens)
-            if end // unit > start // unit or (lookahead and end > start):
-                self.kv_cache_manager.cache_blocks(request, end)
+            end = request.num_computed_tokens + num_scheduled[request.request_id]
+            self._offer_hashes(request, min(end, len(request._all_token_ids)))
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +223,7 @@ class Scheduler(WaitingPass):
                     request.is_prefill_chunk = False
         if self._inflight_prefills:
             self._inflight_prefills = {r for r in self._inflight_prefills if r.is_prefill_chunk}
-        self._in_flight.push(StepRecord(output, seq, partial))
+        self._in_flight.push(StepRecord(output, seq, partial, sync_loads=plan.sync_loads))
         self._look_ahead(plan, partial)
 
     def _look_ahead(self, plan: StepPlan, partial: set[str]) -> None:

@@ -25,7 +25,6 @@ class StepPlan:
         "budget",
         "cap",
         "carries_prefill",
-        "has_sync_loads",
         "hold_prefills",
         "num_scheduled",
         "preempted",
@@ -34,6 +33,7 @@ class StepPlan:
         "running_blocks",
         "spec_tokens",
         "starved",
+        "sync_loads",
     )
 
     def __init__(self, budget: StepBudget, cap: int, hold_prefills: bool) -> None:
@@ -48,7 +48,7 @@ class StepPlan:
         self.spec_tokens: dict[str, list[int]] = {}
         self.preempted = False
         self.starved = False
-        self.has_sync_loads = False
+        self.sync_loads: dict[str, int] = {}
         self.carries_prefill = False
 
     def add_running(self, request: Request, num_tokens: int, blocks: KVCacheBlocks) -> None:
@@ -155,6 +155,6 @@ def build_output(
         scheduled_encoder_inputs={},
         finished_req_ids=set(),
         free_encoder_mm_hashes=[],
-        has_sync_kv_loads=plan.has_sync_loads,
+        has_sync_kv_loads=bool(plan.sync_loads),
         kv_cache_block_copies=[(copy[0], copy[1]) for copy in manager.take_kv_cache_block_copies()] or None,
     )

@@ -6,9 +6,9 @@ Owns the result of the last reset.  Must not decide who is scheduled.  Layer: L5
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from vllm.distributed.kv_event_types import KVCacheEvent, KVEventBatch
+from vllm.distributed.kv_event_types import AnyKVCacheEvent, KVCacheEvent, KVEventBatch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.lifecycle import RequestLifecycle
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -130,7 +130,8 @@ class Upkeep(RequestLifecycle):
         if self.connector is not None:
             events.extend(self.connector.take_events())
         if events:
-            self.kv_event_publisher.publish(KVEventBatch(ts=self.clock.time(), events=events))
+            batch = KVEventBatch(ts=self.clock.time(), events=cast("list[AnyKVCacheEvent]", events))
+            self.kv_event_publisher.publish(batch)
 
     def shutdown(self) -> None:
         self.flush_events()

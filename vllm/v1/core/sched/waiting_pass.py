@@ -11,6 +11,7 @@ from vllm.outputs import RequestError
 from vllm.v1.core.sched.admission import Hit, LookupContext, Verdict, is_blocked, look_up, no_hit
 from vllm.v1.core.sched.chunking import ChunkLimits, fit_chunk
 from vllm.v1.core.sched.connector_calls import reported_cached_tokens
+from vllm.v1.core.sched.load_failures import block_use
 from vllm.v1.core.sched.params import OVERTAKE_CANDIDATES_MAX, OVERTAKES_PER_REQUEST_MAX
 from vllm.v1.core.sched.remote_wait import WAITING_TO_START
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -69,6 +70,7 @@ class WaitingPass(Results):
         )
         if blocks is None:
             return Verdict.MISFIT
+        request.num_hash_offered_tokens = request.num_computed_tokens + num_new
         self.kv_holding_waiting.remove_request(request)
         if self.connector is not None:
             blocks = self.kv_cache_manager.get_blocks(request.request_id)
@@ -172,7 +174,9 @@ class WaitingPass(Results):
         if blocks is None:
             return Verdict.MISFIT
         request.num_computed_tokens, request.replay_start = hit.num_computed, hit.replay_start
-        plan.has_sync_loads |= hit.num_external > 0
+        request.num_hash_offered_tokens = min(max(end, hit.num_cached), request.num_tokens)
+        if hit.num_external:
+            plan.sync_loads[request.request_id] = hit.num_local
         self._note_hit(request, hit)
         self._start(request, num_new, plan)
         return Verdict.ADMITTED
@@ -214,6 +218,7 @@ class WaitingPass(Results):
         if blocks is None:
             return Verdict.MISFIT
         request.num_computed_tokens = hit.num_cached
+        request.num_hash_offered_tokens = hit.num_local
         self._note_hit(request, hit)
         request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
         self.kv_holding_waiting.add_request(request)
@@ -274,6 +279,7 @@ class WaitingPass(Results):
         """The request runs from this step on."""
         resumed = request.status is RequestStatus.PREEMPTED
         request.move_to(RequestStatus.RUNNING)
+        request.admitted_seq = self.sched_step_seq + 1
         self.running.append(request)
         self._remote.enter_stage(request, None)
         if num_new > 1:
@@ -314,6 +320,19 @@ class WaitingPass(Results):
             return False
         pool = self.kv_cache_manager.block_pool
         return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not self._memory_may_return()
+
+    def _fills_the_pool(self, request: Request, plan: StepPlan) -> bool:
+        """True if a running request needs more although it holds every block that is not free."""
+        if (
+            plan.num_scheduled
+            or len(self.running) > 1
+            or self.kv_holding_waiting
+            or self._memory_may_return()
+        ):
+            return False
+        pool = self.kv_cache_manager.block_pool
+        held = len(block_use(self.kv_cache_manager, request.request_id).positions)
+        return held + pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
     def _end_stalled(self, request: Request) -> None:
         """Waiting for ever helps nobody: the request ends with an error that names the limit."""
