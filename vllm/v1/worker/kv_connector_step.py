@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import ForwardContext
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+
+logger = init_logger(__name__)
 
 # Pages, attention metadata and load arguments are opaque to whoever calls a connector.
 LoadArguments = dict[str, Any]
@@ -120,22 +124,100 @@ class ActiveKVConnector:
         """A step that computes nothing; the shared empty output if there is nothing to report."""
         if self._disabled:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        load = load_arguments(scheduler_output, [], [])
         try:
             self.begin(scheduler_output)
-            return self.finish_without_forward(scheduler_output)
+            self.pre_forward(scheduler_output, ForwardContext({}, None), load)
+            self.end_forward()
+            return output_of_report(self.finish(scheduler_output.finished_req_ids))
         except BaseException:
             self.abandon()
             raise
 
+
+class StepConnector:
+    """An `ActiveKVConnector` over steps that may fail.
+
+    Orders of a step are carried out even if its forward fails, since the scheduler half counts on their reports; and a
+    report that could not be delivered with its own step is part of the next one.
+    """
+
+    def __init__(self, active: ActiveKVConnector) -> None:
+        self.active = active
+        self._finished_req_ids: set[str] = set()
+        self._is_load_due = False
+        self._undelivered: KVConnectorOutput | None = None
+
+    def begin(self, scheduler_output: SchedulerOutput) -> None:
+        """See `ActiveKVConnector.begin`."""
+        self._finished_req_ids |= scheduler_output.finished_req_ids
+        self._is_load_due = True
+        try:
+            self.active.begin(scheduler_output)
+        except BaseException:
+            self.active.abandon()
+            raise
+
+    def pre_forward(
+        self, scheduler_output: SchedulerOutput, forward_context: ForwardContext, load: LoadArguments
+    ) -> None:
+        """See `ActiveKVConnector.pre_forward`."""
+        self._is_load_due = False
+        self.active.pre_forward(scheduler_output, forward_context, load)
+
+    def finish(self) -> KVConnectorOutput | None:
+        """The report of this step and of failed ones before it. It stays here until `deliver`."""
+        report = self.active.finish(self._finished_req_ids)
+        self._finished_req_ids = set()
+        if report is not None:
+            self._undelivered = report if self._undelivered is None else _joined(self._undelivered, report)
+        return self._undelivered
+
+    def deliver(self) -> None:
+        """The last report is in the caller's hands."""
+        self._undelivered = None
+
     def finish_without_forward(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """The rest of a step that computes nothing, after `begin`."""
+        """The rest of a step that computes nothing; its output counts as delivered."""
         load = load_arguments(scheduler_output, [], [])
         self.pre_forward(scheduler_output, ForwardContext({}, None), load)
-        self.end_forward()
-        report = self.finish(scheduler_output.finished_req_ids)
-        if report is None or report.is_empty():
-            return EMPTY_MODEL_RUNNER_OUTPUT
-        return ModelRunnerOutput.with_kv_conn_output_only(report)
+        self.active.end_forward()
+        report = self.finish()
+        self.deliver()
+        return output_of_report(report)
+
+    def salvage(self, scheduler_output: SchedulerOutput) -> None:
+        """The step failed: do what is left of the connector's part, and never hide the step's own error."""
+        if not self.active.kv_connector.has_connector_metadata():
+            return
+        try:
+            if self._is_load_due:
+                load = load_arguments(scheduler_output, [], [])
+                self.pre_forward(scheduler_output, ForwardContext({}, None), load)
+            self.active.end_forward()
+            self.finish()
+        except Exception:  # the step's own error is on its way; this one may only be told
+            logger.exception("The KV connector could not finish a step that failed")
+            self.active.abandon()
+
+
+def output_of_report(report: KVConnectorOutput | None) -> ModelRunnerOutput:
+    """An output without requests; the shared empty one if there is nothing to report."""
+    if report is None or report.is_empty():
+        return EMPTY_MODEL_RUNNER_OUTPUT
+    return ModelRunnerOutput.with_kv_conn_output_only(report)
+
+
+def _joined(earlier: KVConnectorOutput, later: KVConnectorOutput) -> KVConnectorOutput:
+    """One report out of two; cache events of the earlier, failed step are void."""
+    aggregator = KVOutputAggregator(1)
+    aggregator.ft_defer_kv_connector_outputs([earlier])
+    combined = aggregator.aggregate([ModelRunnerOutput([], {}, kv_connector_output=later)])
+    assert combined is not None
+    assert combined.kv_connector_output is not None
+    # The aggregator states its own count of reports; this one says nothing about ranks.
+    combined.kv_connector_output.expected_finished_count = later.expected_finished_count
+    return combined.kv_connector_output
 
 
 def load_arguments(scheduler_output: SchedulerOutput, req_ids: list[str], slots: Any) -> LoadArguments:

@@ -30,7 +30,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.attn_inputs import StepInputs
 from vllm.v1.worker.input_batch import RequestState, RequestStates
 from vllm.v1.worker.kv_cache_alloc import KVCachePages, copy_kv_blocks, layer_specs
-from vllm.v1.worker.kv_connector_step import ActiveKVConnector, load_arguments
+from vllm.v1.worker.kv_connector_step import ActiveKVConnector, StepConnector, load_arguments
 from vllm.v1.worker.prompt_logprobs import PromptLogprobsCollector, wants_prompt_logprobs
 from vllm.v1.worker.row_sampler import RowSampler, SampledRows, describe_failed
 from vllm.v1.worker.sampling_rows import SamplingRows
@@ -74,7 +74,7 @@ class ModelRunner:
         # A `ServableModel`; the loader's return type is open because models are an open set.
         self.model: Any = None
         self.pages: KVCachePages | None = None
-        self.kv_connector: ActiveKVConnector | None = None
+        self.connector: StepConnector | None = None
         self.states = RequestStates(0, 1, [], model_config.seed)
         self.inputs = StepInputs([], 1, 1, device)
         self._pending: _PendingStep | None = None
@@ -119,7 +119,7 @@ class ModelRunner:
         if connector is not None:
             connector.register_kv_caches(self.pages.raw)
             connector.set_host_xfer_buffer_ops(copy_kv_blocks)
-            self.kv_connector = ActiveKVConnector(connector)
+            self.connector = StepConnector(ActiveKVConnector(connector))
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -127,22 +127,23 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the forward pass; None: call `sample_tokens`. A step without tokens is complete by itself."""
         self._pending = None
-        self.states.apply(scheduler_output)
-        if self.kv_connector is None:
+        if self.connector is None:
+            self.states.apply(scheduler_output)
             return self._execute(scheduler_output)
+        self.connector.begin(scheduler_output)
         try:
-            self.kv_connector.begin(scheduler_output)
+            self.states.apply(scheduler_output)
             return self._execute(scheduler_output)
         except BaseException:
-            self.kv_connector.abandon()
+            self.connector.salvage(scheduler_output)
             raise
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         self._prepare_blocks(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
-            if self.kv_connector is None:
+            if self.connector is None:
                 return EMPTY_MODEL_RUNNER_OUTPUT
-            return self.kv_connector.finish_without_forward(scheduler_output)
+            return self.connector.finish_without_forward(scheduler_output)
         rows = order_rows(self.states, scheduler_output.num_scheduled_tokens)
         input_ids, meta = self.inputs.build(self.states, rows.slots, rows.query_lens, rows.num_decodes)
         hidden, report = self._forward(scheduler_output, rows, input_ids, meta)
@@ -163,20 +164,20 @@ class ModelRunner:
     def _forward(
         self, scheduler_output: SchedulerOutput, rows: StepRows, input_ids: Tensor, meta: StepMeta
     ) -> tuple[Tensor, KVConnectorOutput | None]:
-        active = self.kv_connector
-        if active is None:
+        connector = self.connector
+        if connector is None:
             return self.model.forward(input_ids, meta.positions, meta), None
         assert self.pages is not None
         load = load_arguments(scheduler_output, rows.req_ids, rows.slots)
         load["attn_metadata"] = meta
         context = ForwardContext(self.model.cache_layers, meta)
         with override_forward_context(context):
-            active.pre_forward(scheduler_output, context, load)
-            active.wait_for_loads(self.pages.raw)
+            connector.pre_forward(scheduler_output, context, load)
+            connector.active.wait_for_loads(self.pages.raw)
             hidden: Tensor = self.model.forward(input_ids, meta.positions, meta)
-            active.save_layers(self.pages.raw, meta.groups)
-            active.end_forward()
-            return hidden, active.finish(scheduler_output.finished_req_ids)
+            connector.active.save_layers(self.pages.raw, meta.groups)
+            connector.active.end_forward()
+        return hidden, connector.finish()
 
     def _logits(self, rows: StepRows, hidden: Tensor) -> Tensor | None:
         """Logits of the rows that sample, in the order of `self.sampling`; None if there are none."""
@@ -200,13 +201,18 @@ class ModelRunner:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
+        output = self._sample(pending, grammar_output)
+        if self.connector is not None:
+            self.connector.deliver()
+        return output
+
+    def _sample(self, pending: _PendingStep, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         req_ids = [request.req_id for request in self.sampling.requests]
         if pending.logits is None:
             return self._output(pending, req_ids, SampledRows([], None, {}))
         metadata = self.sampling.metadata(self.states)
         sampled = self.row_sampler.sample(pending.logits, self.sampling, metadata, grammar_output)
         self.states.append_sampled(self.sampling.requests, self.sampling.slots, sampled.tokens)
-        self.sampling.count_sampled(req_ids, sampled.tokens)
         return self._output(pending, req_ids, sampled)
 
     @staticmethod
@@ -293,18 +299,18 @@ class ModelRunner:
         """Give the KV memory back (host memory); every block is worthless from now on."""
         if self.pages is None:
             return
-        if self.kv_connector is not None:
-            self.kv_connector.kv_connector.unregister_kv_caches()
+        if self.connector is not None:
+            self.connector.active.kv_connector.unregister_kv_caches()
         self.pages.release()
 
     def restore_kv_cache(self) -> None:
         """Use the KV memory again."""
-        if self.kv_connector is not None:
-            self.kv_connector.kv_connector.restore_kv_caches()
+        if self.connector is not None:
+            self.connector.active.kv_connector.restore_kv_caches()
 
     def shutdown(self) -> None:
         """Let go of model and pages."""
         self._pending = None
-        self.kv_connector = None
+        self.connector = None
         self.model = None
         self.pages = None

@@ -21,7 +21,8 @@ from vllm.v1.sample.ops.token_counts import TokenCounter, gather_counts
 from vllm.v1.worker.input_batch import Int64Array, RequestState, RequestStates
 
 
-def _has_penalties(params: SamplingParams) -> bool:
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether logits depend on what the request produced before."""
     return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
 
 
@@ -60,6 +61,8 @@ class SamplingRows:
         self._close_gaps()
         changed = self._builder.batch_changed or arrived
         update = self._builder.get_and_reset(len(self.requests))
+        # A request may have got another slot in between, so slots are always read anew.
+        self.slots = np.fromiter((state.slot for state in self.requests), dtype=np.int64)
         if changed or self._metadata is None:
             self._rebuild()
         for processor in self._logitsprocs.all:
@@ -86,12 +89,9 @@ class SamplingRows:
             else:
                 self.requests[row] = state
             self._row_of[state.req_id] = row
-            params = state.sampling_params
-            self._builder.added.append((row, params, state.prompt_token_ids, state.output_token_ids))
-            if _has_penalties(params):
-                # Only the repetition penalty looks at the prompt.
-                prompt = state.prompt_token_ids if params.repetition_penalty != 1.0 else []
-                self._counters[state.req_id] = TokenCounter(self._vocab_size, prompt, state.output_token_ids)
+            self._builder.added.append(
+                (row, state.sampling_params, state.prompt_token_ids, state.output_token_ids)
+            )
         return arrived
 
     def _close_gaps(self) -> None:
@@ -111,13 +111,12 @@ class SamplingRows:
 
     def _rebuild(self) -> None:
         params = [state.sampling_params for state in self.requests]
-        self.slots = np.fromiter((state.slot for state in self.requests), dtype=np.int64)
         self._seeds = np.fromiter((state.seed for state in self.requests), dtype=np.uint64)
         random = [p.sampling_type is not SamplingType.GREEDY for p in params]
         top_p = [p.top_p for p in params]
         top_k = [p.top_k if 0 < p.top_k < self._vocab_size else self._vocab_size for p in params]
         counts = [p.num_logprobs for p in params if p.num_logprobs is not None]
-        penalised = any(_has_penalties(p) for p in params)
+        penalised = any(has_penalties(p) for p in params)
         self._metadata = SamplingMetadata(
             temperature=self._floats([p.temperature for p in params]) if any(random) else None,
             all_greedy=not any(random),
@@ -173,18 +172,20 @@ class SamplingRows:
             metadata = replace(metadata, draws=draws)
         if not metadata.no_penalties:
             counters = {
-                row: self._counters[state.req_id]
+                row: self._counter(state)
                 for row, state in enumerate(self.requests)
-                if state.req_id in self._counters
+                if has_penalties(state.sampling_params)
             }
             metadata = replace(metadata, counted_tokens=gather_counts(counters, self._device))
         return metadata
 
-    def count_sampled(self, req_ids: Sequence[str], tokens: Sequence[int]) -> None:
-        """Follow the tokens that were just sampled."""
-        if not self._counters:
-            return
-        for req_id, token in zip(req_ids, tokens, strict=True):
-            counter = self._counters.get(req_id)
-            if counter is not None:
-                counter.add(token)
+    def _counter(self, state: RequestState) -> TokenCounter:
+        """The counter of a request, brought up to its last token."""
+        counter, outputs = self._counters.get(state.req_id), state.output_token_ids
+        if counter is None or counter.num_counted > len(outputs):  # new, or outputs were taken back
+            # Only the repetition penalty looks at the prompt.
+            prompt = state.prompt_token_ids if state.sampling_params.repetition_penalty != 1.0 else []
+            counter = self._counters[state.req_id] = TokenCounter(self._vocab_size, prompt, outputs)
+        for token in outputs[counter.num_counted :]:
+            counter.add(token)
+        return counter

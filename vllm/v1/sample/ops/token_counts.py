@@ -29,10 +29,11 @@ class CountedTokens:
 
 
 class TokenCounter:
-    """Tokens of one request. `vocab_size` bounds what is counted: other ids are ignored."""
+    """Tokens of one request, of which `num_counted` were produced. Ids outside the vocabulary are not kept."""
 
     def __init__(self, vocab_size: int, prompt_ids: Sequence[int], output_ids: Iterable[int]) -> None:
         self._vocab_size = vocab_size
+        self.num_counted = 0
         self._position: dict[int, int] = {}
         self.tokens = np.empty(_FIRST_CAPACITY, dtype=np.int64)
         self.counts = np.empty(_FIRST_CAPACITY, dtype=np.float32)
@@ -46,6 +47,7 @@ class TokenCounter:
 
     def add(self, token: int) -> None:
         """The request produced `token`."""
+        self.num_counted += 1
         where = self._find(token)
         if where >= 0:
             self.counts[where] += 1
