@@ -144,7 +144,9 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """The request was admitted with so many of the promised tokens; called again with 0 later."""
-        if not self.lazy_offload:
+        if self.lazy_offload:
+            self.store_side.know(request)
+        else:
             self.store_side.track(request)
         if num_external_tokens > 0:
             self.load_side.accept(request, blocks, num_external_tokens)
@@ -171,6 +173,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     def plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         """Plan what the policy wants copied in this step."""
         if self.lazy_offload:
+            self.store_side.settle(scheduler_output.num_scheduled_tokens)
             self._plan_endangered()
             return
         self.store_side.update_tables(scheduler_output)

@@ -127,7 +127,7 @@ class HolePatrol:
         key: BlockHashWithGroupId,
         chosen: Selection,
     ) -> None:
-        if chosen.room <= 0 or key in chosen.keys or key in stores.in_flight:
+        if chosen.room <= 0 or key in chosen.keys or key in stores.in_flight or key in stores.unsettled:
             return
         source = find_source(stores, block_id, key)
         if source is None:

@@ -7,7 +7,7 @@ that left its window or changed owner since fails that test. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -125,6 +125,7 @@ class Stores:
     device: BlockPool
     tier: Tier
     in_flight: Collection[BlockHashWithGroupId]
+    unsettled: Collection[BlockHashWithGroupId]
     hash_block_size: int
 
     def is_copied(self, key: BlockHashWithGroupId) -> bool:
@@ -199,14 +200,27 @@ def num_full_blocks(stores: Stores, request: Request, group: int, table: Sequenc
     return min(min(confirmed_tokens(request), hashed) // size, len(table))
 
 
-def computed_keys(stores: Stores, request: Request) -> set[BlockHashWithGroupId]:
-    """Every key under which content that this request computed itself may be known, in any group."""
-    first = request.num_cached_tokens // stores.hash_block_size
-    return {
-        make_block_hash_with_group_id(block_hash, group)
-        for block_hash in request.block_hashes[first:]
-        for group in stores.tier.group_ids
-    }
+def keys_between(
+    stores: Stores, request: Request, start_tokens: int, end_tokens: int
+) -> Iterator[BlockHashWithGroupId]:
+    """Every key, in any group, under which a prefix of the request ending in ``(start, end]`` may be known."""
+    unit = stores.hash_block_size
+    for block_hash in request.block_hashes[start_tokens // unit : end_tokens // unit]:
+        for group in stores.tier.group_ids:
+            yield make_block_hash_with_group_id(block_hash, group)
+
+
+def unsettled_keys(
+    stores: Stores, requests: Iterable[Request], scheduled: Mapping[str, int]
+) -> Iterator[BlockHashWithGroupId]:
+    """Keys of content that steps in flight, the one being built included, are still to compute.
+
+    The device hashes blocks before their bytes exist, and others may hit them: whoever holds such a
+    block must not store it before the step has been processed.
+    """
+    for request in requests:
+        end = request.num_computed_tokens + scheduled.get(request.request_id, 0)
+        yield from keys_between(stores, request, confirmed_tokens(request), end)
 
 
 def find_source(stores: Stores, block_id: int, key: BlockHashWithGroupId) -> KVCacheBlock | None:
@@ -238,7 +252,7 @@ def select_new(
             key = key_at(index)
             if not (key in chosen.keys or stores.is_copied(key)):
                 source = find_source(stores, table[group][index], key)
-                if source is not None and not chosen.has_room:
+                if source is not None and (key in stores.unsettled or not chosen.has_room):
                     break
                 if source is not None:
                     chosen.add(stores.candidate(source, state.request))
@@ -262,7 +276,9 @@ def select_tail(
             if block.is_null or key is None or get_group_id(key) != group:
                 continue
             covered = max((tokens or 0 for _, tokens in stores.device.get_keys(block)), default=0)
-            if covered > confirmed or key in chosen.keys or stores.is_copied(key):
+            if covered > confirmed or key in stores.unsettled:
+                continue
+            if key in chosen.keys or stores.is_copied(key):
                 continue
             if not chosen.has_room:
                 return
@@ -284,7 +300,9 @@ def find_endangered(stores: Stores, depth: int) -> Endangered:
     for block in islice(stores.device.free_block_queue.iter_blocks_after(None), depth):
         last = block
         key = block.block_hash
-        if key is not None and get_group_id(key) in stores.tier.group_ids:
+        if key is None or key in stores.unsettled:
+            continue
+        if get_group_id(key) in stores.tier.group_ids:
             blocks.append((block, key))
     return Endangered(blocks, last)
 

@@ -23,10 +23,11 @@ from vllm.v1.simple_kv_offload.store_policy import (
     Selection,
     StoreRequestState,
     Stores,
-    computed_keys,
+    keys_between,
     select_new,
     select_tail,
     stable_groups,
+    unsettled_keys,
 )
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer, TransferState
@@ -41,7 +42,8 @@ class StoreSide:
 
     def __init__(self, tier: Tier, device: BlockPool, hash_block_size: int, expected_reports: int) -> None:
         self.in_flight: set[BlockHashWithGroupId] = set()
-        self.stores = Stores(device, tier, self.in_flight, hash_block_size)
+        self.unsettled: set[BlockHashWithGroupId] = set()
+        self.stores = Stores(device, tier, self.in_flight, self.unsettled, hash_block_size)
         self.states: dict[str, StoreRequestState] = {}
         self.requests: dict[str, Request] = {}
         self.planned: list[Transfer] = []
@@ -55,11 +57,20 @@ class StoreSide:
 
     # -- tracking -----------------------------------------------------------------------------
 
+    def know(self, request: Request) -> None:
+        """The request takes part in steps from now on, until it ends."""
+        self.requests[request.request_id] = request
+
     def track(self, request: Request) -> None:
         """Store this request's blocks as they get confirmed, until it ends."""
-        self.requests[request.request_id] = request
+        self.know(request)
         if request.request_id not in self.states:
             self._new_state(request)
+
+    def settle(self, scheduled: Mapping[str, int]) -> None:
+        """Find out anew what steps in flight, and the one being built, are still to compute."""
+        self.unsettled.clear()
+        self.unsettled.update(unsettled_keys(self.stores, self.requests.values(), scheduled))
 
     def update_tables(self, output: SchedulerOutput) -> None:
         """Follow the block tables of the step; a preempted request starts over."""
@@ -87,6 +98,7 @@ class StoreSide:
 
     def plan_step(self, output: SchedulerOutput) -> None:
         """Plan the confirmed blocks of the scheduled requests and the state hand-offs of the step."""
+        self.settle(output.num_scheduled_tokens)
         block_state = output.kv_connector_block_state
         hand_offs = dict(block_state.boundary_state_offloads) if block_state is not None else {}
         preempted = output.preempted_req_ids or set()
@@ -158,6 +170,7 @@ class StoreSide:
         """The request ends well: plan what is confirmed and not stored yet, while its blocks are still held."""
         state = self.states.get(request.request_id)
         if state is not None:
+            self.settle({})
             chosen = self.new_selection(state)
             if len(block_ids) == self._num_groups and any(block_ids):
                 advance = select_new(self.stores, state, block_ids, self._stable, chosen)
@@ -167,9 +180,9 @@ class StoreSide:
         self.forget_request(request.request_id)
 
     def fail_request(self, request: Request) -> None:
-        """The request ends in an error: what it computed is not to be trusted, whoever stored it."""
+        """The request ends in an error: what it has read or written is not to be trusted, whoever stored it."""
         request_id = request.request_id
-        poisoned = computed_keys(self.stores, request)
+        poisoned = set(keys_between(self.stores, request, 0, request.num_tokens))
         for transfer in [t for t in self.planned if t.request_id == request_id]:
             self.planned.remove(transfer)
             self._discard(transfer)
