@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from vllm import _custom_ops as ops
 from vllm.model_executor.layers.activation import get_gated_activation
-from vllm.model_executor.layers.linear import frozen
+from vllm.model_executor.layers.linear import WeightHolder, frozen
 from vllm.model_executor.layers.mlp import GatedMLP
 
 __all__ = ["MoeShape", "SharedExpertMoE", "route_sigmoid_bias"]
@@ -63,8 +64,10 @@ def route_sigmoid_bias(logits: Tensor, bias: Tensor, shape: MoeShape) -> tuple[T
     return weights * shape.scale, experts
 
 
-class SharedExpertMoE(nn.Module):
+class SharedExpertMoE(WeightHolder):
     """Sigmoid-routed experts plus experts that every token passes."""
+
+    narrowable = ("gate_up", "down")
 
     def __init__(self, shape: MoeShape) -> None:
         super().__init__()
@@ -95,8 +98,8 @@ class SharedExpertMoE(nn.Module):
         start = 0
         for e, count in enumerate(torch.bincount(flat, minlength=self.shape.num_experts).tolist()):
             if count:
-                part = self.activation(F.linear(gathered[start : start + count], self.gate_up[e]))
-                results[start : start + count] = F.linear(part, self.down[e])
+                part = self.activation(ops.linear(gathered[start : start + count], self.gate_up[e]))
+                results[start : start + count] = ops.linear(part, self.down[e])
                 start += count
         out = torch.empty_like(results)
         out[order] = results

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.vocab_embedding import LmHead, VocabEmbedding
 from vllm.model_executor.models.interfaces import ModelSettings, NativeModel, config_dict
 from vllm.v1.attention.backend import StepMeta
 from vllm.v1.attention.pages import KVHeadPages
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 __all__ = ["LlamaForCausalLM", "llama_kv_specs"]
 
@@ -105,7 +105,7 @@ def _layer_windows(config: Mapping[str, Any], kind: str) -> tuple[int | None, ..
     return (int(window),) * layers
 
 
-def llama_kv_specs(config: Mapping[str, Any], settings: ModelSettings) -> dict[str, KVCacheSpec]:
+def llama_kv_specs(config: Mapping[str, Any], settings: ModelSettings) -> dict[str, AttentionSpec]:
     """Cache names and specs of one rank from a config.json alone.
 
     `ValueError` when the tensor-parallel size does not divide the heads.
@@ -122,7 +122,7 @@ def llama_kv_specs(config: Mapping[str, Any], settings: ModelSettings) -> dict[s
         "head_size": params.head_dim,
         "dtype": settings.cache_dtype,
     }
-    specs: dict[str, KVCacheSpec] = {}
+    specs: dict[str, AttentionSpec] = {}
     for i, window in enumerate(params.windows):
         name = f"model.layers.{i}.self_attn.attn"
         if window is None:
@@ -187,7 +187,7 @@ class LlamaForCausalLM(NativeModel):
     @classmethod
     def kv_specs_from_config(cls, hf_config: Any, settings: ModelSettings) -> dict[str, KVCacheSpec]:
         """The specs without building the model."""
-        return llama_kv_specs(config_dict(hf_config), settings)
+        return dict(llama_kv_specs(config_dict(hf_config), settings))
 
     def forward(self, input_ids: Tensor, positions: Tensor, meta: StepMeta) -> Tensor:
         residual = self.embed.forward(input_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -72,10 +72,10 @@ class _Pages(ABC, Generic[SpecT]):
     def kv_spec(self) -> SpecT:
         return self._spec
 
-    def bind_kv_cache(self, raw: Tensor, spec: SpecT | None = None) -> None:
+    def bind_kv_cache(self, raw: Tensor, spec: KVCacheSpec | None = None) -> None:
         if spec is not None:
-            self._spec = spec
-            self._configure(spec)
+            self._spec = cast("SpecT", spec)
+            self._configure(self._spec)
         self._view(raw)
 
     @abstractmethod

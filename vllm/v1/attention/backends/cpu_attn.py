@@ -35,8 +35,8 @@ def paged_attention(
     out = torch.empty((*q.shape[:2], pages.head_size_v), dtype=q.dtype)
     decodes = meta.num_decodes
     if decodes:
-        table, lengths, lows = _decode_inputs(meta, group, window)
-        ops.paged_decode_attention(out[:decodes], q[:decodes], pages.pages, table, lengths, lows, scale)
+        inputs = _decode_inputs(meta, group, window)
+        ops.paged_decode_attention(out[:decodes], q[:decodes], pages.pages, *inputs, scale)
     start = decodes
     for r in range(decodes, meta.num_reqs):
         end = start + meta.query_lens[r]
@@ -45,8 +45,10 @@ def paged_attention(
     return out
 
 
-def _decode_inputs(meta: StepMeta, group: GroupMeta, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Block table, lengths and first visible positions of the decode rows, int32; once per step, group and window."""
+def _decode_inputs(
+    meta: StepMeta, group: GroupMeta, window: int | None
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Block table, lengths, first visible positions (int32) and longest stretch of the decode rows; once per step."""
     key = f"decode:{id(group)}:{window}"
     found = meta.derived.get(key)
     if found is None:
@@ -60,9 +62,10 @@ def _decode_inputs(meta: StepMeta, group: GroupMeta, window: int | None) -> tupl
             group.block_table[:n],
             torch.tensor(lengths, dtype=torch.int32),
             torch.tensor(lows, dtype=torch.int32),
+            max(length - low for length, low in zip(lengths, lows, strict=True)),
         )
         meta.derived[key] = found
-    result: tuple[Tensor, Tensor, Tensor] = found
+    result: tuple[Tensor, Tensor, Tensor, int] = found
     return result
 
 
