@@ -1,0 +1,102 @@
+"""Choice of the platform, facts about the host, and the platform's word on the size of the KV cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm.config import CacheConfig, VllmConfig
+from vllm.platforms import Platform, UnspecifiedPlatform, current_platform
+from vllm.platforms import cpu as cpu_module
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.cuda import CudaPlatform
+from vllm.platforms.resolve import CPU_PLATFORM, CUDA_PLATFORM, choose_target
+from vllm.utils.platform_utils import is_pin_memory_available
+
+
+@pytest.mark.parametrize(
+    ("target", "plugins", "cuda", "expected"),
+    [
+        ("cpu", {"mine": "m:P"}, True, CPU_PLATFORM),
+        (None, {}, False, CPU_PLATFORM),
+        ("cuda", {}, False, CPU_PLATFORM),
+        (None, {}, True, CUDA_PLATFORM),
+        (None, {"mine": "m:P"}, True, "m:P"),
+        ("tpu", {}, True, None),
+    ],
+)
+def test_precedence(target, plugins, cuda, expected) -> None:
+    assert choose_target(target, plugins, cuda) == expected
+
+
+def test_two_plugins_are_one_too_many() -> None:
+    with pytest.raises(RuntimeError, match="found: a, b"):
+        choose_target(None, {"b": "m:B", "a": "m:A"}, False)
+
+
+def test_the_current_platform_is_one_object() -> None:
+    assert current_platform.is_cpu()
+    assert not current_platform.is_cuda_alike()
+    assert isinstance(current_platform, Platform)
+    assert not is_pin_memory_available()
+
+
+def test_importing_platforms_loads_no_torch() -> None:
+    code = (
+        "import sys, vllm.platforms, vllm.platforms.cuda; vllm.platforms.current_platform.get_device_count();"
+        " print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "False"
+
+
+@pytest.mark.parametrize("platform", [CpuPlatform(), CudaPlatform(), UnspecifiedPlatform()])
+def test_hooks_have_neutral_answers(platform) -> None:
+    config = VllmConfig()
+    platform.check_and_update_config(config)
+    platform.register_custom_kv_cache_specs(None)
+    platform.pre_register_and_update(None)
+    platform.validate_request("prompt", None, None)
+    assert platform.support_hybrid_kv_cache()
+    assert platform.get_attn_backend_cls() == ""
+    builder = platform.get_kv_cache_config_builder_cls(config)
+    assert builder == "vllm.v1.core.kv_cache_planning.DefaultKVCacheConfigBuilder"
+
+
+def test_names_and_kinds() -> None:
+    assert CpuPlatform().device_type == "cpu"
+    assert CudaPlatform().is_cuda()
+    assert CudaPlatform().is_cuda_alike()
+    assert UnspecifiedPlatform().is_unspecified()
+    assert CpuPlatform.get_device_name() == "cpu"
+    assert CpuPlatform.get_device_count() == 1
+    with pytest.raises(RuntimeError, match="UnspecifiedPlatform has no device memory"):
+        UnspecifiedPlatform.get_device_total_memory()
+
+
+def test_memory_facts_respect_a_container(monkeypatch) -> None:
+    assert 0 < CpuPlatform.get_available_memory() <= CpuPlatform.get_device_total_memory()
+    monkeypatch.setattr(cpu_module, "_cgroup_limit_and_usage", lambda: (5 << 20, 2 << 20))
+    assert CpuPlatform.get_device_total_memory() == 5 << 20
+    assert CpuPlatform.get_available_memory() == 3 << 20
+    monkeypatch.setattr(cpu_module, "_cgroup_limit_and_usage", lambda: (1 << 20, 2 << 20))
+    assert CpuPlatform.get_available_memory() == 0
+
+
+def test_threads_follow_the_environment(monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert CpuPlatform.get_num_threads() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "junk")
+    assert CpuPlatform.get_num_threads() >= 1
+
+
+def test_the_environment_sizes_the_kv_cache_unless_bytes_are_given(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.5")
+    assert VllmConfig().cache_config.kv_cache_memory_bytes == 1 << 29
+    given = VllmConfig(cache_config=CacheConfig(kv_cache_memory_bytes=77))
+    assert given.cache_config.kv_cache_memory_bytes == 77
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
+    with pytest.raises(ValueError, match="VLLM_CPU_KVCACHE_SPACE=0.0 must be a positive"):
+        VllmConfig()
