@@ -10,6 +10,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -158,6 +159,21 @@ class SyncMPClient(EngineCoreClient):
         self._reader.start()
         self._closed = False
         self._connection.cores.watch(self._on_death)
+
+    @property
+    def core_pids(self) -> list[int]:
+        """Process ids of the cores."""
+        return [process.pid for process in self._connection.cores.processes]
+
+    @property
+    def is_dead(self) -> bool:
+        """True once the core is known to be gone."""
+        return self._connection.dead is not None
+
+    @property
+    def folder(self) -> Path:
+        """The private folder of the sockets."""
+        return self._connection.cores.folder
 
     def _read(self) -> None:
         connection = self._connection

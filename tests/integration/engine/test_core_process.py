@@ -1,0 +1,225 @@
+"""The core as a process of its own: start, end, death, and what its clients see of it."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.helpers.engine_configs import engine_args, offload_settings
+from tests.helpers.faulty_executors import DEADLY, POISON, SLOW_STORE_S
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.core_client import SyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.llm_engine import LLMEngine
+
+FLAKY = "tests.helpers.faulty_executors.PoisonedExecutor"
+
+
+def start(**settings: Any) -> LLMEngine:
+    return LLMEngine.from_engine_args(engine_args(**settings), enable_multiprocessing=True)
+
+
+def client_of(engine: LLMEngine) -> SyncMPClient:
+    assert isinstance(engine.engine_core, SyncMPClient)
+    return engine.engine_core
+
+
+def core_pid(engine: LLMEngine) -> int:
+    return client_of(engine).core_pids[0]
+
+
+def greedy(max_tokens: int = 6) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def run(engine: LLMEngine, prompts: dict[str, list[int]], max_tokens: int = 6) -> dict[str, Any]:
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, greedy(max_tokens))
+    return drive(engine)
+
+
+def drive(engine: LLMEngine) -> dict[str, Any]:
+    done: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        done.update({output.request_id: output for output in engine.step() if output.finished})
+    return done
+
+
+def wait_until_gone(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture(params=["spawn", "fork"])
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", request.param)
+    return str(request.param)
+
+
+def test_tokens_equal_those_of_a_core_in_process_and_nothing_is_left_behind() -> None:
+    prompts = {"a": [5, 6, 7], "b": list(range(10, 60))}
+    inproc = LLMEngine.from_engine_args(engine_args(), enable_multiprocessing=False)
+    expected = {name: list(output.outputs[0].token_ids) for name, output in run(inproc, prompts).items()}
+    inproc.shutdown()
+    engine = start()
+    pid, folder = core_pid(engine), client_of(engine).folder
+    assert {
+        name: list(output.outputs[0].token_ids) for name, output in run(engine, prompts).items()
+    } == expected
+    assert folder.is_dir()
+    assert folder.stat().st_mode & 0o077 == 0, "nobody else may reach the sockets"
+    began = time.monotonic()
+    engine.shutdown()
+    engine.shutdown()
+    assert time.monotonic() - began < 5
+    assert wait_until_gone(pid, 0.5)
+    assert not folder.exists()
+
+
+def test_the_front_end_takes_over_what_the_core_resolved() -> None:
+    engine = start(max_model_len=-1, num_gpu_blocks_override=20)
+    assert engine.model_config.max_model_len == engine.input_processor.max_model_len == 19 * 16
+    cache = engine.cache_config
+    assert (cache.num_gpu_blocks, cache.block_size, cache.cache_hit_alignment_tokens) == (20, 16, 16)
+    assert client_of(engine).ready.kv_cache_size_tokens == cache.kv_cache_size_tokens
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"distributed_executor_backend": "tests.helpers.faulty_executors.UnstartableExecutor"},
+            "no such accelerator",
+        ),
+        ({"kv_cache_memory_bytes": 1 << 14}, "KV cache"),
+    ],
+)
+def test_a_start_that_fails_says_why(settings: dict[str, Any], words: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(RuntimeError, match=words):
+        start(**settings)
+    assert set(psutil.Process().children(recursive=True)) == before
+
+
+def test_a_poisoned_request_does_not_harm_the_process() -> None:
+    engine = start(distributed_executor_backend=FLAKY)
+    assert run(engine, {"bad": [5, POISON]})["bad"].outputs[0].finish_reason == "error"
+    assert run(engine, {"good": [5, 6]})["good"].outputs[0].finish_reason == "length"
+    engine.shutdown()
+
+
+def test_a_dead_core_is_an_error_everywhere_and_soon() -> None:
+    engine = start(distributed_executor_backend=FLAKY)
+    engine.add_request("r", [5, DEADLY], greedy())
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="status"):
+        drive(engine)
+    assert time.monotonic() - began < 5
+    with pytest.raises(EngineDeadError):
+        engine.step()
+    with pytest.raises(EngineDeadError):
+        engine.add_request("s", [5], greedy())
+    with pytest.raises(EngineDeadError):
+        engine.reset_prefix_cache()
+    engine.shutdown()
+
+
+def test_the_core_ends_by_itself_on_sigterm() -> None:
+    engine = start()
+    pid = core_pid(engine)
+    engine.add_request("r", [5], greedy(200))
+    engine.step()
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)
+    assert wait_until_gone(pid, 5)
+    assert drive(engine)["r"].outputs[0].finish_reason == "abort"
+    deadline = time.monotonic() + 5
+    while not client_of(engine).is_dead:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(EngineDeadError):
+        engine.add_request("s", [5], greedy())
+    engine.shutdown()
+
+
+def test_the_core_does_not_outlive_its_parent(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys, pickle, time
+            from vllm.v1.engine.llm_engine import LLMEngine
+            if __name__ == "__main__":
+                engine = LLMEngine.from_engine_args(pickle.load(open(sys.argv[1], "rb")), enable_multiprocessing=True)
+                print("core", engine.engine_core.core_pids[0], flush=True)
+                time.sleep(60)
+            """
+        )
+    )
+    arguments = tmp_path / "args"
+    arguments.write_bytes(pickle.dumps(engine_args()))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_LEVEL": "ERROR"}
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(arguments)], stdout=subprocess.PIPE, env=environment
+    )
+    assert parent.stdout is not None
+    pid = int(next(line for line in parent.stdout if line.startswith(b"core")).split()[1])
+    assert psutil.pid_exists(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert wait_until_gone(pid, 5), method
+
+
+def test_off_20_an_idle_core_collects_its_transfers_and_then_rests() -> None:
+    engine = start(**offload_settings())
+    prompt = list(range(3, 103))
+    run(engine, {"a": prompt})
+    time.sleep(1.0)
+    core = psutil.Process(core_pid(engine))
+    before = sum(core.cpu_times()[:2])
+    time.sleep(1.0)
+    assert sum(core.cpu_times()[:2]) - before <= 0.05, "an idle core must not spin"
+    assert engine.reset_prefix_cache(), "every device block is free"
+    assert run(engine, {"b": prompt})["b"].num_cached_tokens == 96, "the stores are findable"
+    engine.shutdown()
+
+
+def test_off_21_a_slow_store_does_not_hold_up_a_new_request() -> None:
+    slow = "tests.helpers.faulty_executors.SlowStoreExecutor"
+    engine = start(distributed_executor_backend=slow, **offload_settings())
+    prompt = list(range(3, 103))
+    run(engine, {"warm-up": [9, 8, 7]})
+    run(engine, {"a": prompt})
+    began = time.monotonic()
+    run(engine, {"b": [5, 6, 7]}, max_tokens=1)
+    assert time.monotonic() - began < SLOW_STORE_S / 4
+    deadline = time.monotonic() + 5 * SLOW_STORE_S
+    while not engine.reset_prefix_cache():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    engine.shutdown()
+
+
+def test_utility_calls_report_failures_as_text() -> None:
+    engine = start()
+    with pytest.raises(RuntimeError, match="unknown utility method 'nonsense'"):
+        engine.engine_core.call_utility("nonsense")
+    with pytest.raises(RuntimeError, match=r"mode='x' must be one of"):
+        engine.pause_generation("x")
+    assert engine.get_supported_tasks() == ("generate",)
+    assert run(engine, {"r": [5]})["r"].finished
+    engine.shutdown()
