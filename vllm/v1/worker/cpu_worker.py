@@ -1,26 +1,19 @@
 """The worker on the host processor. Layer: L6.
 
-Owns: how much host memory the KV cache takes, and the order of start-up. Must not know: steps, pages, models.
+Owns: how much host memory the KV cache takes. Must not know: steps, pages, models.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_transfer_state import (
-    ensure_kv_transfer_initialized,
-    ensure_kv_transfer_shutdown,
-)
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.worker_base import WorkerBase, refuse_unsupported
+from vllm.v1.worker.model_worker import ModelWorker
+from vllm.v1.worker.worker_base import refuse_unsupported
 
 logger = init_logger(__name__)
 
@@ -40,8 +33,10 @@ def kv_cache_bytes(chosen: int | None, available: int) -> int:
     return chosen
 
 
-class CPUWorker(WorkerBase):
+class CPUWorker(ModelWorker):
     """One model and its KV cache in host memory."""
+
+    model_runner: CPUModelRunner
 
     def __init__(
         self,
@@ -62,38 +57,10 @@ class CPUWorker(WorkerBase):
         set_random_seed(self.vllm_config.model_config.seed)
         logger.info("CPU worker: %d threads", torch.get_num_threads())
 
-    def load_model(self) -> None:
-        self.model_runner.load_model()
-
-    def get_model(self) -> nn.Module:
-        return self.model_runner.get_model()
-
-    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return self.model_runner.get_kv_cache_spec()
-
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: `kv_cache_memory_bytes`, or 4 GiB capped to half of the free memory."""
         chosen = self.vllm_config.cache_config.kv_cache_memory_bytes
         return kv_cache_bytes(chosen, CpuPlatform.get_available_memory())
-
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
-        self.model_runner.initialize_kv_cache(kv_cache_config, self.kv_cache_layout)
-
-    def compile_or_warm_up_model(self) -> None:
-        """One tiny forward, so that libraries initialise themselves now."""
-        self.model_runner.dummy_run(1)
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        output: ModelRunnerOutput | None = self.model_runner.execute_model(scheduler_output)
-        return output
-
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | None:
-        output: ModelRunnerOutput | None = self.model_runner.sample_tokens(grammar_output)
-        return output
-
-    def execute_dummy_batch(self) -> None:
-        self.model_runner.dummy_run(1)
 
     def sleep(self, level: int = 1) -> None:
         """Give the memory of the KV cache back. Weights stay: host memory is where they would be parked."""
@@ -109,7 +76,3 @@ class CPUWorker(WorkerBase):
         """Use the KV cache again; its pages fill up as they are written."""
         if tags is None or "kv_cache" in tags:
             self.model_runner.restore_kv_cache()
-
-    def shutdown(self) -> None:
-        ensure_kv_transfer_shutdown()
-        self.model_runner.shutdown()

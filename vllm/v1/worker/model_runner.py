@@ -28,7 +28,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.attn_inputs import StepInputs
-from vllm.v1.worker.input_batch import RequestState, RequestStates
+from vllm.v1.worker.input_batch import Int64Array, RequestState, RequestStates
 from vllm.v1.worker.kv_cache_alloc import KVCachePages, copy_kv_blocks, layer_specs
 from vllm.v1.worker.kv_connector_step import ActiveKVConnector, StepConnector, load_arguments
 from vllm.v1.worker.prompt_logprobs import PromptLogprobsCollector, wants_prompt_logprobs
@@ -166,7 +166,7 @@ class ModelRunner:
     ) -> tuple[Tensor, KVConnectorOutput | None]:
         connector = self.connector
         if connector is None:
-            return self.model.forward(input_ids, meta.positions, meta), None
+            return self.run_model(input_ids, meta), None
         assert self.pages is not None
         load = load_arguments(scheduler_output, rows.req_ids, rows.slots)
         load["attn_metadata"] = meta
@@ -174,10 +174,15 @@ class ModelRunner:
         with override_forward_context(context):
             connector.pre_forward(scheduler_output, context, load)
             connector.active.wait_for_loads(self.pages.raw)
-            hidden: Tensor = self.model.forward(input_ids, meta.positions, meta)
+            hidden = self.run_model(input_ids, meta)
             connector.active.save_layers(self.pages.raw, meta.groups)
             connector.active.end_forward()
         return hidden, connector.finish()
+
+    def run_model(self, input_ids: Tensor, meta: StepMeta) -> Tensor:
+        """Final hidden states `[T, D]`."""
+        hidden: Tensor = self.model.forward(input_ids, meta.positions, meta)
+        return hidden
 
     def _logits(self, rows: StepRows, hidden: Tensor) -> Tensor | None:
         """Logits of the rows that sample, in the order of `self.sampling`; None if there are none."""
@@ -286,14 +291,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int) -> None:
-        """One forward of a made-up request without blocks, and its logits: touches what a first step would set up."""
-        states = RequestStates(1, num_tokens, [num_tokens] * len(self.states.block_tables), 0)
-        states.tokens = np.zeros((1, num_tokens), dtype=np.int32)
-        states.num_tokens[0] = num_tokens
-        slot, length = np.zeros(1, dtype=np.int64), np.full(1, num_tokens, dtype=np.int64)
-        input_ids, meta = self.inputs.build(states, slot, length, 0)
-        hidden: Tensor = self.model.forward(input_ids, meta.positions, meta)
-        self._compute_logits(hidden[-1:])
+        """One forward of a made-up prompt without blocks, and its logits: touches what a first step would set up."""
+        input_ids, meta = self._dummy_inputs(np.zeros(1, dtype=np.int64), num_tokens)
+        self._compute_logits(self.run_model(input_ids, meta)[-1:])
+
+    def dummy_decode(self, num_rows: int) -> tuple[Tensor, StepMeta]:
+        """Inputs of a decode step at the greatest length, of made-up requests without blocks."""
+        assert self.vllm_config.model_config is not None
+        length = self.vllm_config.model_config.max_model_len
+        assert length is not None
+        return self._dummy_inputs(np.full(num_rows, length - 1, dtype=np.int64), 1)
+
+    def _dummy_inputs(self, context: Int64Array, num_tokens: int) -> tuple[Tensor, StepMeta]:
+        """Rows with `context` computed tokens and `num_tokens` new ones; every block is the null block."""
+        num_rows, length = len(context), int(context.max()) + num_tokens
+        widths = [table.ids.shape[1] for table in self.states.block_tables.tables]
+        states = RequestStates(num_rows, length, widths, 0)
+        states.tokens = np.zeros((num_rows, length), dtype=np.int32)
+        states.num_tokens[:] = length
+        states.num_computed[:] = context
+        rows = np.arange(num_rows)
+        num_decodes = num_rows if num_tokens == 1 and context.all() else 0
+        return self.inputs.build(states, rows, np.full(num_rows, num_tokens, dtype=np.int64), num_decodes)
 
     def drop_kv_cache(self) -> None:
         """Give the KV memory back (host memory); every block is worthless from now on."""
