@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from tests.helpers.sched_worker import FakeWorker, next_token
+from vllm.outputs import RequestError
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -26,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.messages import EngineCoreOutput
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 BLOCK = 4
@@ -208,6 +210,8 @@ class Driver:
     outputs: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, EngineCoreOutput] = field(default_factory=dict)
     steps: list[SchedulerOutput] = field(default_factory=list)
+    guess: Callable[[list[int]], list[int]] | None = None
+    """Makes the drafts for what follows these tokens."""
 
     def __post_init__(self) -> None:
         groups = [group.kv_cache_spec for group in self.scheduler.kv_cache_config.kv_cache_groups]
@@ -230,6 +234,17 @@ class Driver:
         """Apply the oldest result."""
         output, result = self.in_flight.popleft()
         messages = self.scheduler.update_from_output(output, result)
+        self.collect(messages)
+        if self.guess is not None:
+            ids = [request_id for request_id in output.num_scheduled_tokens if request_id in self.worker.rows]
+            drafts = [self.guess(self.worker.rows[request_id].tokens) for request_id in ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
+        return messages
+
+    def fail(self) -> dict[int, Any]:
+        """The oldest step has raised instead of returning a result."""
+        output, _ = self.in_flight.popleft()
+        messages = self.scheduler.fail_step(output, RequestError("step_failed", "the step failed"))
         self.collect(messages)
         return messages
 

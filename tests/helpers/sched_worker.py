@@ -62,7 +62,6 @@ class FakeWorker:
         self.corrupt: set[str] = set()
         self.connector_report: Callable[[SchedulerOutput], KVConnectorOutput | None] = lambda output: None
         self.before_forward: Callable[[SchedulerOutput], None] = lambda output: None
-        self.draft: Callable[[Row], list[int]] | None = None
         self.checks = 0
 
     # --- one step ---------------------------------------------------------------------------------------------------
@@ -210,6 +209,7 @@ class FakeWorker:
             if request_id in self.corrupt:
                 nans[request_id] = VOCAB
                 sampled.append([])
+                row.tokens.append(0)  # a step that is scheduled already needs some token
                 continue
             if end < len(row.tokens):
                 sampled.append([])

@@ -99,9 +99,8 @@ class Scheduler(WaitingPass):
                 victim = self._choose_victim(plan)
                 if victim is None:
                     break
-                if victim is request and self._fills_the_pool(request, plan):
-                    self.running.remove(request)
-                    self._end_stalled(request)
+                if victim is request and self._is_alone(plan):
+                    self._wait_or_end(request, plan)
                     break
                 index -= self._give_way(victim, index, plan)
                 if victim is request:
@@ -153,6 +152,13 @@ class Scheduler(WaitingPass):
         victim = None if waits else choose_victim(self.running, self.policy, self._fenced_ids())
         plan.starved |= victim is None
         return victim
+
+    def _wait_or_end(self, request: Request, plan: StepPlan) -> None:
+        """Giving way helps nobody where nobody else runs: wait for what may come back, else it can never fit."""
+        if self._fills_the_pool(request):
+            self.running.remove(request)
+            self._end_stalled(request)
+        plan.starved = True
 
     def _give_way(self, victim: Request, index: int, plan: StepPlan) -> bool:
         """Take the victim out of the pass; True if it stood before ``index``."""

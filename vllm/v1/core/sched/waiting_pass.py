@@ -321,14 +321,13 @@ class WaitingPass(Results):
         pool = self.kv_cache_manager.block_pool
         return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not self._memory_may_return()
 
-    def _fills_the_pool(self, request: Request, plan: StepPlan) -> bool:
-        """True if a running request needs more although it holds every block that is not free."""
-        if (
-            plan.num_scheduled
-            or len(self.running) > 1
-            or self.kv_holding_waiting
-            or self._memory_may_return()
-        ):
+    def _is_alone(self, plan: StepPlan) -> bool:
+        """True if no request but one running one holds any block."""
+        return not plan.num_scheduled and len(self.running) == 1 and not self.kv_holding_waiting
+
+    def _fills_the_pool(self, request: Request) -> bool:
+        """True if the only running request holds every block that is not free, and none will come back."""
+        if self._memory_may_return():
             return False
         pool = self.kv_cache_manager.block_pool
         held = len(block_use(self.kv_cache_manager, request.request_id).positions)
