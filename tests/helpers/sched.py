@@ -41,6 +41,7 @@ class Bytes:
 
 
 BF16 = Bytes(2)
+STEP_FAILED = RequestError("step_failed", "the step failed")
 
 
 class ManualClock:
@@ -223,29 +224,27 @@ class Driver:
         self.scheduler.add_request(request)
         return request
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, fails: bool = False) -> SchedulerOutput:
         """Schedule and execute one step; its result stays in flight."""
         output = self.scheduler.schedule()
         self.steps.append(output)
-        self.in_flight.append((output, self.worker.execute(output)))
+        result = self.worker.execute(output, fails)
+        self.in_flight.append((output, None if fails else result))
         return output
 
     def apply(self) -> dict[int, Any]:
         """Apply the oldest result."""
         output, result = self.in_flight.popleft()
+        if result is None:
+            messages = self.scheduler.fail_step(output, STEP_FAILED)
+            self.collect(messages)
+            return messages
         messages = self.scheduler.update_from_output(output, result)
         self.collect(messages)
         if self.guess is not None:
             ids = [request_id for request_id in output.num_scheduled_tokens if request_id in self.worker.rows]
             drafts = [self.guess(self.worker.rows[request_id].tokens) for request_id in ids]
             self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
-        return messages
-
-    def fail(self) -> dict[int, Any]:
-        """The oldest step has raised instead of returning a result."""
-        output, _ = self.in_flight.popleft()
-        messages = self.scheduler.fail_step(output, RequestError("step_failed", "the step failed"))
-        self.collect(messages)
         return messages
 
     def collect(self, messages: dict[int, Any]) -> None:

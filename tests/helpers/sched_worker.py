@@ -66,7 +66,8 @@ class FakeWorker:
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, output: SchedulerOutput, fails: bool = False) -> ModelRunnerOutput:
+        """Run one step.  With `fails` everything it writes is garbage; the caller must not use the result."""
         for request_id in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self.rows.pop(request_id, None)
         for block in output.new_block_ids_to_zero or ():
@@ -83,7 +84,9 @@ class FakeWorker:
         assert set(starts) == set(output.num_scheduled_tokens)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self._write_drafts(request_id, starts[request_id], num_tokens, output)
-            self._compute(self.rows[request_id], starts[request_id], starts[request_id] + num_tokens)
+            row = self.rows[request_id]
+            row.tainted = fails
+            self._compute(row, starts[request_id], starts[request_id] + num_tokens)
         result = self._sample(output, starts)
         result.kv_connector_output = self.connector_report(output)
         return result
@@ -119,7 +122,6 @@ class FakeWorker:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _compute(self, row: Row, start: int, end: int) -> None:
-        row.tainted = False
         for spec, table in zip(self.specs, row.tables, strict=True):
             if isinstance(spec, MambaSpec):
                 self._advance_state(row, table, spec.block_size, start, end)

@@ -14,10 +14,22 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 @dataclass(slots=True)
 class BlockUse:
-    """The blocks a request uses or used, each with the first token it holds."""
+    """The blocks a request uses or used, each with the tokens ``[start, end)`` it holds.
+
+    ``num_confirmed``: tokens whose computation (or load) was known to have succeeded.
+    """
 
     request_id: str
-    positions: dict[int, int]
+    num_confirmed: int
+    spans: dict[int, tuple[int, int]]
+
+    def blocks_after(self, num_tokens: int) -> set[int]:
+        """The blocks that hold tokens after the first ``num_tokens``."""
+        return {block for block, (_, end) in self.spans.items() if end > num_tokens}
+
+    def first_in(self, blocks: set[int]) -> int | None:
+        """The first token that lies in one of ``blocks``."""
+        return min((span[0] for block, span in self.spans.items() if block in blocks), default=None)
 
 
 @dataclass(slots=True)
@@ -28,7 +40,6 @@ class StepRecord:
     ``stale``: requests preempted since; their tokens are still wanted, their counters are not.
     ``dropped``: requests whose result must be ignored, whoever owns the id by now.
     ``sync_loads``: requests whose load has to end within the step, each with the first token that is loaded.
-    ``departed``: block tables given back while that load could still turn out to have failed.
     """
 
     output: SchedulerOutput
@@ -37,7 +48,6 @@ class StepRecord:
     stale: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
     sync_loads: dict[str, int] = field(default_factory=dict)
-    departed: list[BlockUse] = field(default_factory=list)
 
 
 class InFlightSteps:
@@ -45,6 +55,7 @@ class InFlightSteps:
 
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque()
+        self._departed: deque[tuple[int, BlockUse]] = deque()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -100,20 +111,28 @@ class InFlightSteps:
                 record.stale.discard(request_id)
                 record.dropped.add(request_id)
 
-    # --- loads that end within a step -------------------------------------------------------------------------------
-
-    def unconfirmed_load(self, since_seq: int) -> StepRecord | None:
-        """The oldest step whose loads may still turn out to have failed, if a request admitted at ``since_seq`` can
-        have used what they brought.
-        """
-        for record in self._records:
-            if record.sync_loads:
-                return record if since_seq >= record.seq else None
-        return None
-
     def unconfirmed_load_start(self, request_id: str) -> int | None:
         """The first token of the request's own load that is not confirmed yet."""
         starts = [
             record.sync_loads[request_id] for record in self._records if request_id in record.sync_loads
         ]
         return min(starts, default=None)
+
+    # --- block tables given back while steps are in flight ----------------------------------------------------------
+
+    def add_departed(self, use: BlockUse) -> None:
+        """Remember a table until every step now in flight has been processed: one of them may turn out to have failed.
+
+        Without steps in flight nothing is kept.
+        """
+        if self._records:
+            self._departed.append((self._records[-1].seq, use))
+
+    def departed_since(self, seq: int) -> list[BlockUse]:
+        """Tables given back while the step ``seq`` was in flight."""
+        return [use for last_seq, use in self._departed if last_seq >= seq]
+
+    def forget_departed(self, processed_seq: int) -> None:
+        """Drop tables that no step in flight has to do with any more."""
+        while self._departed and self._departed[0][0] <= processed_seq:
+            self._departed.popleft()

@@ -385,17 +385,21 @@ class RequestLifecycle(SchedulerInterface):
 
     def _free_blocks(self, request: Request) -> None:
         """Let go of the request's blocks; those a step in flight may still use return after that step."""
-        unconfirmed = self._in_flight.unconfirmed_load(request.admitted_seq)
-        if unconfirmed is not None:
-            # What it has read may turn out not to be there: its blocks must not be found, and are remembered.
-            unconfirmed.departed.append(block_use(self.kv_cache_manager, request.request_id))
-            self.kv_cache_manager.evict_unconfirmed(request, 0)
+        if self._may_be_spoilt(request):
+            self._in_flight.add_departed(block_use(self.kv_cache_manager, request))
         fenced = request.last_sched_seq > self.processed_step_seq
         if not (self.defer_block_free and fenced):
             self.kv_cache_manager.free(request)
             return
         blocks = self.kv_cache_manager.pop_blocks_for_free(request.request_id)
         self.deferred_frees.append((request.last_sched_seq, blocks))
+
+    def _may_be_spoilt(self, request: Request) -> bool:
+        """True if hashed blocks of the request depend on a step in flight."""
+        if len(self._in_flight) == 0:
+            return False
+        is_new = request.admitted_seq > self.processed_step_seq
+        return is_new or request.num_hash_offered_tokens > request.num_confirmed_tokens
 
     def _settle_deferred_frees(self) -> None:
         """Return the blocks whose step has been processed."""
@@ -428,8 +432,8 @@ class RequestLifecycle(SchedulerInterface):
             self._in_flight.drop_request(request.request_id)
         else:
             num_stale = request.num_stale_output_tokens + self._in_flight.make_stale(request.request_id)
-        self._free_blocks(request)
         self._forget_unconfirmed(request)
+        self._free_blocks(request)
         self._inflight_prefills.discard(request)
         request.num_stale_output_tokens = num_stale
         request.drop_stale_output = drop_stale

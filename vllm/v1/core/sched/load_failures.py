@@ -1,7 +1,7 @@
-"""What becomes of requests whose external loads failed.
+"""What becomes of requests whose external loads, or whose steps, have failed.
 
-Owns the search for everything that failed loads have spoilt, and the plan; the scheduler applies it.  Must not know
-queues.  Layer: L5 (scheduler).
+Owns the search for everything a failure has spoilt, and the plan; the scheduler applies it.  Must not know queues.
+Layer: L5 (scheduler).
 """
 
 from __future__ import annotations
@@ -44,50 +44,47 @@ class RewindPlan:
     restart: list[Affected] = field(default_factory=list)
 
 
-def block_use(manager: KVCacheManager, request_id: str) -> BlockUse:
+def block_use(manager: KVCacheManager, request: Request) -> BlockUse:
     """The blocks the request holds."""
-    positions: dict[int, int] = {}
+    spans: dict[int, tuple[int, int]] = {}
     for group in manager.coordinator.single_type_managers:
-        for index, block in enumerate(group.req_to_blocks.get(request_id, ())):
+        size = group.block_size
+        for index, block in enumerate(group.req_to_blocks.get(request.request_id, ())):
             if not block.is_null:
-                positions[block.block_id] = index * group.block_size
-    return BlockUse(request_id, positions)
+                spans[block.block_id] = (index * size, (index + 1) * size)
+    return BlockUse(request.request_id, request.num_confirmed_tokens, spans)
 
 
 def assess(
-    manager: KVCacheManager, requests: Iterable[Request], departed: Iterable[BlockUse], invalid: set[int]
+    manager: KVCacheManager, requests: Iterable[Request], departed: Iterable[BlockUse], spoilt: set[int]
 ) -> Damage:
-    """Follow the damage: whoever used an invalid block has written spoilt content after it, which others may have
-    found by its hash.  ``departed`` are tables that were given back meanwhile.
+    """Follow the damage from the ``spoilt`` blocks on: whoever used one has written spoilt content after it, which
+    others may have found by its hash.  ``departed`` are tables that were given back, or whose request has ended.
     """
-    damage = Damage(set(invalid))
-    live = [(request, block_use(manager, request.request_id)) for request in requests]
+    damage = Damage(set(spoilt))
+    live = [(request, block_use(manager, request)) for request in requests]
     gone = list(departed)
     spreads = True
     while spreads:
         spreads = False
         for entry in list(live):
-            position = _first_spoilt(entry[1], damage.blocks)
-            if position is None or position >= entry[0].num_computed_tokens:
+            request, use = entry
+            position = use.first_in(damage.blocks)
+            if position is None or position >= request.num_computed_tokens:
                 continue
-            spoilt = {block for block, start in entry[1].positions.items() if start >= position}
-            damage.affected.append(Affected(entry[0], position, spoilt))
-            damage.blocks |= spoilt
+            blocks = use.blocks_after(position)
+            damage.affected.append(Affected(request, position, blocks))
+            damage.blocks |= blocks
             live.remove(entry)
             spreads = True
         for use in list(gone):
-            position = _first_spoilt(use, damage.blocks)
-            if position is None:
-                continue
-            damage.blocks |= {block for block, start in use.positions.items() if start >= position}
-            damage.departed_ids.add(use.request_id)
-            gone.remove(use)
-            spreads = True
+            position = use.first_in(damage.blocks)
+            if position is not None:
+                damage.blocks |= use.blocks_after(position)
+                damage.departed_ids.add(use.request_id)
+                gone.remove(use)
+                spreads = True
     return damage
-
-
-def _first_spoilt(use: BlockUse, spoilt: set[int]) -> int | None:
-    return min((start for block, start in use.positions.items() if block in spoilt), default=None)
 
 
 def plan_rewind(affected: list[Affected], can_cut: bool) -> RewindPlan:

@@ -10,8 +10,8 @@ from collections import defaultdict
 
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
-from vllm.v1.core.sched.in_flight import StepRecord
-from vllm.v1.core.sched.load_failures import Affected, RewindPlan, assess, plan_rewind
+from vllm.v1.core.sched.in_flight import BlockUse, StepRecord
+from vllm.v1.core.sched.load_failures import Affected, Damage, RewindPlan, assess, block_use, plan_rewind
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.stop import check_stop
 from vllm.v1.core.sched.token_results import (
@@ -65,16 +65,24 @@ class Results(Upkeep):
         Called in the place of :meth:`update_from_output`.  Nothing the step was to compute stays in any cache.
         """
         record = self._begin_results(scheduler_output)
-        requests = []
+        ended, spoilt = [], set()
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
-            if request is not None and not request.is_finished() and request_id not in record.dropped:
-                requests.append(request)
-        self._leave_queues(requests)
-        for request in requests:
+            if request is None or request.is_finished() or request_id in record.dropped:
+                continue
+            if request_id in record.stale:
+                self._drop_stale_tokens(request_id)
+                continue
             # What this step and those after it were to compute is unconfirmed.
             self._forget_unconfirmed(request)
-            self.kv_cache_manager.evict_unconfirmed(request, request.num_computed_tokens)
+            spoilt |= block_use(self.kv_cache_manager, request).blocks_after(request.num_computed_tokens)
+            ended.append(request)
+        for use in self._departed_tables(record):
+            if use.request_id in scheduler_output.num_scheduled_tokens:
+                spoilt |= use.blocks_after(use.num_confirmed)
+        self._leave_queues(ended)
+        self._restart_affected(record, spoilt)
+        for request in ended:
             self._end_with_error(request, error)
         return self._end_results(defaultdict(list), None)
 
@@ -92,6 +100,7 @@ class Results(Upkeep):
         self, outputs: ClientOutputs, model_runner_output: ModelRunnerOutput | None
     ) -> dict[int, EngineCoreOutputs]:
         self._settle_deferred_frees()
+        self._in_flight.forget_departed(self.processed_step_seq)
         if len(self._in_flight) == 0:
             # Nothing executes any more, so that block copies need not be held until the next step.
             self.kv_cache_manager.new_step_starts()
@@ -257,15 +266,9 @@ class Results(Upkeep):
 
         Returns the requests whose tokens of this step are void.
         """
-        manager = self.kv_cache_manager
-        damage = assess(manager, [*self.kv_holding_waiting, *self.running], record.departed, invalid)
-        # The hashes go first: nobody may find these bytes from here on.
-        manager.evict_blocks(sorted(damage.blocks))
+        damage = self._assess_damage(record, invalid)
         for entry in damage.affected:
-            manager.evict_unconfirmed(entry.request, entry.position)
             entry.request.num_load_failures += 1
-        for request_id in sorted(damage.departed_ids):
-            self._drop_stale_tokens(request_id)
         void = damage.departed_ids | {entry.request.request_id for entry in damage.affected}
         if not self.recompute_kv_load_failures:
             requests = [entry.request for entry in damage.affected]
@@ -282,6 +285,34 @@ class Results(Upkeep):
                 self._rewind_waiting(entry, can_cut)
         self._rewind_running(plan_rewind(running, can_cut))
         return void
+
+    def _restart_affected(self, record: StepRecord, spoilt: set[int]) -> None:
+        """Requests that have found spoilt blocks by their hashes start again."""
+        timestamp = self.clock.monotonic()
+        for entry in reversed(self._assess_damage(record, spoilt).affected):
+            if entry.request.status is RequestStatus.RUNNING:
+                self._preempt_request(entry.request, timestamp, drop_stale=True)
+            else:
+                self._rewind_waiting(entry, can_cut=False)
+
+    def _assess_damage(self, record: StepRecord, spoilt: set[int]) -> Damage:
+        """Find everything that depends on the ``spoilt`` blocks, and make it unreachable."""
+        manager = self.kv_cache_manager
+        live = [*self.kv_holding_waiting, *self.running]
+        damage = assess(manager, live, self._departed_tables(record), spoilt)
+        manager.evict_blocks(sorted(damage.blocks))
+        for entry in damage.affected:
+            manager.evict_unconfirmed(entry.request, entry.position)
+        for request_id in sorted(damage.departed_ids):
+            self._drop_stale_tokens(request_id)
+        return damage
+
+    def _departed_tables(self, record: StepRecord) -> list[BlockUse]:
+        """Tables given back while the step was in flight, and those that ended requests still have."""
+        held = [r for r in self.requests.values() if r.is_finished()]
+        return self._in_flight.departed_since(record.seq) + [
+            block_use(self.kv_cache_manager, r) for r in held
+        ]
 
     def _rewind_running(self, plan: RewindPlan) -> None:
         for entry in plan.in_place:

@@ -330,7 +330,7 @@ class WaitingPass(Results):
         if self._memory_may_return():
             return False
         pool = self.kv_cache_manager.block_pool
-        held = len(block_use(self.kv_cache_manager, request.request_id).positions)
+        held = len(block_use(self.kv_cache_manager, request).spans)
         return held + pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
     def _end_stalled(self, request: Request) -> None:
