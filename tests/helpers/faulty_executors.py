@@ -11,14 +11,14 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyJob
 from vllm.v1.simple_kv_offload.copy_backends.host_copy import HostCopier
 
-# The tiny model has no use for these tokens; a prompt that holds one asks for the fault.
-POISON = 261
-DEADLY = 262
+# A prompt that holds one of these sequences asks for the fault; no sampled batch looks like them.
+POISON = [261] * 4
+DEADLY = [262] * 4
 SLOW_STORE_S = 2.0
 
 
 class PoisonedExecutor(UniProcExecutor):
-    """The model raises when it sees `POISON`; the whole process dies when it sees `DEADLY`."""
+    """The model raises when it reads `POISON`; the whole process dies when it reads `DEADLY`."""
 
     def _init_executor(self) -> None:
         super()._init_executor()
@@ -30,13 +30,18 @@ def _poison(worker: Any) -> None:
     forward = model.forward
 
     def poisoned(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if (input_ids == DEADLY).any():
+        if _holds(input_ids.tolist(), DEADLY):
             os.kill(os.getpid(), signal.SIGKILL)
-        if (input_ids == POISON).any():
+        if _holds(input_ids.tolist(), POISON):
             raise ValueError("a poisoned token")
         return forward(input_ids, *args, **kwargs)
 
     model.forward = poisoned
+
+
+def _holds(token_ids: list[int], sequence: list[int]) -> bool:
+    size = len(sequence)
+    return any(token_ids[start : start + size] == sequence for start in range(len(token_ids) - size + 1))
 
 
 class UnstartableExecutor(UniProcExecutor):

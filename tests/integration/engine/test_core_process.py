@@ -116,14 +116,14 @@ def test_a_start_that_fails_says_why(settings: dict[str, Any], words: str) -> No
 
 def test_a_poisoned_request_does_not_harm_the_process() -> None:
     engine = start(distributed_executor_backend=FLAKY)
-    assert run(engine, {"bad": [5, POISON]})["bad"].outputs[0].finish_reason == "error"
+    assert run(engine, {"bad": [5, *POISON]})["bad"].outputs[0].finish_reason == "error"
     assert run(engine, {"good": [5, 6]})["good"].outputs[0].finish_reason == "length"
     engine.shutdown()
 
 
 def test_a_dead_core_is_an_error_everywhere_and_soon() -> None:
     engine = start(distributed_executor_backend=FLAKY)
-    engine.add_request("r", [5, DEADLY], greedy())
+    engine.add_request("r", [5, *DEADLY], greedy())
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match="status"):
         drive(engine)

@@ -160,7 +160,7 @@ def test_a_failing_step_ends_its_requests_only(async_scheduling: bool) -> None:
     healthy = prompt_of(50)
     expected = tokens(run(engine, {"ref": healthy})["ref"])
     for round_number in range(3):
-        bad = run(engine, {f"bad{round_number}": [*prompt_of(40, 5), POISON]})[f"bad{round_number}"]
+        bad = run(engine, {f"bad{round_number}": [*prompt_of(40, 5), *POISON]})[f"bad{round_number}"]
         assert bad.outputs[0].finish_reason == "error"
         assert "a poisoned token" in str(bad.outputs[0].stop_reason)
         assert tokens(run(engine, {f"ok{round_number}": healthy})[f"ok{round_number}"]) == expected
@@ -173,7 +173,7 @@ def test_a_request_outside_the_failing_step_goes_on() -> None:
     """With room for one request per step, the waiting one never shares a step with the poisoned one."""
     engine = start(distributed_executor_backend=FLAKY, async_scheduling=False, max_num_seqs=1)
     expected = tokens(run(engine, {"ref": prompt_of(9)})["ref"])
-    done = run(engine, {"bad": [5, POISON], "waits": prompt_of(9)})
+    done = run(engine, {"bad": [5, *POISON], "waits": prompt_of(9)})
     assert done["bad"].outputs[0].finish_reason == "error"
     assert tokens(done["waits"]) == expected
 
@@ -182,7 +182,7 @@ def test_a_request_outside_the_failing_step_goes_on() -> None:
 def test_a_failing_step_with_the_cpu_tier_stores_nothing_of_it(name: str) -> None:
     engine = start(name, distributed_executor_backend=FLAKY, max_model_len=512, **offload_settings())
     prompt = prompt_of(200)
-    run(engine, {"bad": [*prompt, POISON]})
+    run(engine, {"bad": [*prompt, *POISON]})
     assert engine.reset_prefix_cache()
     output = run(engine, {"good": prompt})["good"]
     assert output.num_cached_tokens == 0

@@ -114,11 +114,13 @@ class AsyncMPClient:
         return output
 
     def _start(self) -> None:
-        """Begin to read, in the loop that is running now."""
+        """Begin to read, in the loop that is running now; a new loop takes over from one that has ended."""
         self._connection.check_alive()
-        if self._reader is None:
-            self._loop = asyncio.get_running_loop()
-            self._reader = self._loop.create_task(self._read(), name="core-output")
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            self._outputs = asyncio.Queue()
+            self._reader = loop.create_task(self._read(), name="core-output")
 
     async def _read(self) -> None:
         connection = self._connection

@@ -8,6 +8,7 @@ before an event loop runs; everything asynchronous then happens in one loop.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -63,6 +64,7 @@ class AsyncLLM(AsyncControl):
         self._handler: asyncio.Task[None] | None = None
         self._stats_task: asyncio.Task[None] | None = None
         self._closed = False
+        self._handler_failed = False
         # The tokenizer is opened while the core starts.
         self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats, self._open_front_end)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
@@ -71,6 +73,7 @@ class AsyncLLM(AsyncControl):
             engines = list(range(self.engine_core.num_cores))
             self.logger_manager = StatLoggerManager(vllm_config, engines, stat_loggers)
             self.logger_manager.log_engine_initialized()
+        self._finalizer = weakref.finalize(self, self.engine_core.shutdown)
 
     def _open_front_end(self) -> None:
         self.tokenizer = tokenizer_from_config(self.vllm_config.model_config)
@@ -222,10 +225,10 @@ class AsyncLLM(AsyncControl):
     # -- outputs -------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Start the tasks, in the loop that is running now."""
-        if self._handler is not None:
-            return
+        """Start the tasks, in the loop that is running now; a new loop takes over from one that has ended."""
         loop = asyncio.get_running_loop()
+        if self._handler is not None and self._handler.get_loop() is loop:
+            return
         self._handler = loop.create_task(self._handle_outputs(), name="engine-outputs")
         if self.logger_manager is not None:
             self._stats_task = loop.create_task(self._log_stats_for_ever(), name="engine-stats")
@@ -240,6 +243,7 @@ class AsyncLLM(AsyncControl):
         except Exception as error:
             if not isinstance(error, EngineDeadError):
                 logger.exception("Outputs of the engine core can no longer be handled.")
+            self._handler_failed = True
             self.output_processor.propagate_error(error)
 
     async def _handle(self, outputs: EngineCoreOutputs) -> None:
@@ -313,8 +317,7 @@ class AsyncLLM(AsyncControl):
     @property
     def errored(self) -> bool:
         """True once the core is gone for good."""
-        handler_failed = self._handler is not None and self._handler.done() and not self._closed
-        return self.engine_core.dead_error is not None or handler_failed
+        return self.engine_core.dead_error is not None or self._handler_failed
 
     @property
     def dead_error(self) -> Exception:

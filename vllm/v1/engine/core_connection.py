@@ -123,7 +123,8 @@ class SocketConnection:
             )
             calls, self._calls = self._calls, {}
             for future in calls.values():
-                future.set_exception(self.dead)
+                if not future.done():
+                    future.set_exception(self.dead)
         return self.dead
 
     def check_alive(self) -> None:

@@ -98,7 +98,11 @@ class SpawnedCore:
 
     def __init__(self, start: CoreStart) -> None:
         payload = pickle.dumps(start, protocol=pickle.HIGHEST_PROTOCOL)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+            "VLLM_LOGGING_PREFIX": f"{envs.VLLM_LOGGING_PREFIX}(EngineCore {start.engine_index}) ",
+        }
         command = [sys.executable, "-m", "vllm.v1.engine.core_main"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         self.pid = self._process.pid
@@ -132,6 +136,7 @@ class CoreProcesses:
     folder: Path
     resolved: dict[str, Any] = field(default_factory=dict)
     _closing: bool = False
+    _owner: int = field(default_factory=os.getpid)
 
     @property
     def identities(self) -> list[bytes]:
@@ -151,7 +156,7 @@ class CoreProcesses:
 
     def close(self, timeout: float | None = None) -> None:
         """End the cores: a request first, force after `timeout` seconds. Idempotent."""
-        if self._closing:
+        if self._closing or os.getpid() != self._owner:
             return
         self._closing = True
         deadline = time.monotonic() + (STOP_GRACE_S if timeout is None else timeout)

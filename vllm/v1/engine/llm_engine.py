@@ -5,6 +5,7 @@ Owns a client of the core and the front end's processors. Must not know HTTP or 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,8 @@ class LLMEngine:
         if log_stats:
             self.logger_manager = StatLoggerManager(vllm_config, [0], stat_loggers)
             self.logger_manager.log_engine_initialized()
+        # An engine that nobody holds any more, or that is left at exit, takes its core with it.
+        self._finalizer = weakref.finalize(self, self.engine_core.shutdown)
 
     @classmethod
     def from_vllm_config(
@@ -124,8 +127,13 @@ class LLMEngine:
             trace_headers=trace_headers,
             priority=priority,
         )
-        for message in self.intake.follow(prompt_text or text, request, None):
-            self.engine_core.add_request(message)
+        messages = self.intake.follow(prompt_text or text, request, None)
+        try:
+            for message in messages:
+                self.engine_core.add_request(message)
+        except BaseException:
+            self.abort_request([request.request_id], internal=True)
+            raise
         return request.request_id
 
     def step(self) -> list[Output]:
