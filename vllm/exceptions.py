@@ -7,10 +7,11 @@ from __future__ import annotations
 
 
 class VLLMError(Exception):
-    """Root of the tree. `retryable` tells whether the same request may succeed later."""
+    """Root of the tree. `retryable`: the same request may succeed later; `parameter`: the field at fault, if one is."""
 
     http_status = 500
     retryable = False
+    parameter: str | None = None
 
 
 class VLLMClientError(VLLMError):

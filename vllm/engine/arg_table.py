@@ -99,7 +99,8 @@ def _choices(hint: Any) -> tuple[str, ...]:
     return get_args(stripped) if get_origin(stripped) is Literal else ()
 
 
-def _specs_of(config_class: type[Any], names: Iterable[str] | None = None) -> list[ArgSpec]:
+def specs_of(config_class: type[Any], names: Iterable[str] | None = None) -> list[ArgSpec]:
+    """The flags that the settings of a class declare, all of them or those of some fields."""
     hints = get_type_hints(config_class, include_extras=True)
     specs = []
     for field in dataclasses.fields(config_class):
@@ -161,8 +162,8 @@ def build_table() -> dict[str, ArgSpec]:
     """All fields of `EngineArgs` by name, in the order of the help page."""
     specs: list[ArgSpec] = []
     for config_class in CONFIG_CLASSES:
-        specs += _specs_of(config_class)
-    specs += _specs_of(VllmConfig, OWN_FIELDS) + _whole_parts() + _engine_only() + _unsupported()
+        specs += specs_of(config_class)
+    specs += specs_of(VllmConfig, OWN_FIELDS) + _whole_parts() + _engine_only() + _unsupported()
     return {spec.name: spec for spec in specs}
 
 

@@ -1,0 +1,334 @@
+"""The HTTP server: builds the app round an engine, runs it, and ends both together. Layer: L8."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import inspect
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+
+from vllm import envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.chat_utils import load_chat_template
+from vllm.entrypoints.common.cli_args import refuse_unsupported, resolve_model, validate_parsed_serve_args
+from vllm.entrypoints.openai import dev_routes, routes, token_routes, unsupported_routes
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.errors import (
+    exception_handler,
+    http_exception_handler,
+    validation_exception_handler,
+)
+from vllm.entrypoints.openai.middleware import (
+    AuthMiddleware,
+    HttpMetrics,
+    HttpMetricsMiddleware,
+    LimitsMiddleware,
+    LoadMiddleware,
+    RequestIdMiddleware,
+)
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.render import OnlineRenderer, TemplateSettings
+from vllm.entrypoints.openai.state import ServingState
+from vllm.entrypoints.serve.utils.request_logger import RequestLogger
+from vllm.exceptions import VLLMError
+from vllm.logger import init_logger
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.ids import random_uuid
+from vllm.utils.registry import resolve_object
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+logger = init_logger(__name__)
+
+# Seconds between two looks at the engine's health.
+HEALTH_INTERVAL_S = 0.5
+
+
+# --- the app ----------------------------------------------------------------------------------------------------
+
+
+def build_app(args: argparse.Namespace, engine_client: Any) -> FastAPI:
+    """The app that serves `engine_client` as the flags say."""
+    docs: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}
+    app = FastAPI(
+        title="vllm",
+        root_path=args.root_path or "",
+        **(docs if args.disable_fastapi_docs else {}),
+        lifespan=_lifespan,
+    )
+    app.state.serving = build_state(args, engine_client)
+    app.include_router(routes.router)
+    app.include_router(token_routes.router)
+    if args.enable_tokenizer_info_endpoint:
+        app.include_router(routes.tokenizer_router)
+    if envs.VLLM_SERVER_DEV_MODE:
+        logger.warning(
+            "Development routes are served (VLLM_SERVER_DEV_MODE=1): never expose this server to others"
+        )
+        app.include_router(dev_routes.router)
+    app.include_router(unsupported_routes.router)
+    app.add_exception_handler(RequestValidationError, validation_exception_handler)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, http_exception_handler)  # type: ignore[arg-type]
+    for kind in (VLLMError, EngineDeadError, Exception):
+        app.add_exception_handler(kind, exception_handler)
+    _add_middleware(app, args)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    app.state.serving.renderer.close()
+
+
+def build_state(args: argparse.Namespace, engine_client: Any) -> ServingState:
+    """The endpoint objects of one server."""
+    model_config = engine_client.vllm_config.model_config
+    templates = TemplateSettings(
+        chat_template=load_chat_template(args.chat_template),
+        content_format=args.chat_template_content_format,
+        trust_request_template=args.trust_request_chat_template,
+        default_kwargs=args.default_chat_template_kwargs or {},
+    )
+    renderer = OnlineRenderer(model_config, engine_client.tokenizer, templates)
+    models = OpenAIServingModels(engine_client, _model_paths(model_config))
+    request_logger = RequestLogger(max_log_len=args.max_log_len) if args.enable_log_requests else None
+    common = {
+        "online_renderer": renderer,
+        "request_logger": request_logger,
+        "return_tokens_as_token_ids": args.return_tokens_as_token_ids,
+        "enable_prompt_tokens_details": args.enable_prompt_tokens_details,
+        "enable_force_include_usage": args.enable_force_include_usage,
+        "enable_per_request_metrics": args.enable_per_request_metrics,
+        "enable_log_outputs": args.enable_log_outputs,
+        "enable_log_deltas": args.enable_log_deltas,
+        "sse_keep_alive_interval": args.sse_keep_alive_interval,
+    }
+    chat = OpenAIServingChat(
+        engine_client,
+        models,
+        args.response_role,
+        chat_template_content_format=args.chat_template_content_format,
+        enable_auto_tools=args.enable_auto_tool_choice,
+        tool_parser=args.tool_call_parser,
+        exclude_tools_when_tool_choice_none=args.exclude_tools_when_tool_choice_none,
+        reasoning_parser=engine_client.vllm_config.structured_outputs_config.reasoning_parser,
+        **common,
+    )
+    return ServingState(
+        engine_client=engine_client,
+        models=models,
+        renderer=renderer,
+        completion=OpenAIServingCompletion(engine_client, models, **common),
+        chat=chat,
+        tracks_load=args.enable_server_load_tracking,
+        keep_alive_s=args.sse_keep_alive_interval,
+    )
+
+
+def _model_paths(model_config: Any) -> list[BaseModelPath]:
+    served = model_config.served_model_name
+    names = served if isinstance(served, list) else [served or model_config.model]
+    return [BaseModelPath(name, model_config.model) for name in names]
+
+
+def _add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
+    """The layer that is added last is the outermost."""
+    keys = [key for key in args.api_key or [envs.VLLM_API_KEY] if key]
+    if keys:
+        app.add_middleware(AuthMiddleware, keys=keys, root_path=args.root_path or "")
+    app.add_middleware(
+        LimitsMiddleware,
+        body_bytes_max=envs.VLLM_HTTP_MAX_REQUEST_BODY_SIZE,
+        headers_max=args.h11_max_header_count,
+    )
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=args.allowed_origins,
+        allow_credentials=args.allow_credentials,
+        allow_methods=args.allowed_methods,
+        allow_headers=args.allowed_headers,
+    )
+    if args.enable_server_load_tracking:
+        app.add_middleware(LoadMiddleware, load=app.state.serving.load)
+    if args.enable_request_id_headers:
+        app.add_middleware(RequestIdMiddleware, new_id=random_uuid)
+    app.add_middleware(HttpMetricsMiddleware, metrics=HttpMetrics(sorted(_paths(app))))
+    for path in args.middleware:
+        _add_custom_middleware(app, path)
+
+
+def _paths(app: FastAPI) -> Iterator[str]:
+    for route in app.routes:
+        path = vars(route).get("path")
+        if isinstance(path, str):
+            yield path
+
+
+def _add_custom_middleware(app: FastAPI, path: str) -> None:
+    """Add a middleware named by `--middleware`. Raises ValueError if it is neither a class nor a coroutine function."""
+    middleware = _imported(path)
+    if isinstance(middleware, type):
+        # Whether the class is an ASGI application shows when it is built.
+        app.add_middleware(cast(Any, middleware))
+    elif inspect.iscoroutinefunction(middleware):
+        app.middleware("http")(middleware)
+    else:
+        raise ValueError(f"--middleware {path!r} is neither a class nor a coroutine function")
+
+
+def _imported(path: str) -> object:
+    try:
+        return resolve_object(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--middleware {path!r} cannot be imported: {error}") from error
+
+
+# --- running it -------------------------------------------------------------------------------------------------
+
+
+class Server(uvicorn.Server):
+    """An HTTP server that leaves signals to `serve_app`, so that it ends with a clean exit status."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _QuietPaths(logging.Filter):
+    """Drops access log lines of some paths."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__()
+        self.paths = set(paths)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        arguments = record.args
+        if not isinstance(arguments, tuple) or len(arguments) < 3:
+            return True
+        return str(arguments[2]).partition("?")[0] not in self.paths
+
+
+def bind_socket(args: argparse.Namespace) -> socket.socket:
+    """The listening socket, bound before the model loads so that a taken port is reported at once."""
+    if args.uds:
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        server.bind(args.uds)
+        return server
+    family = socket.AF_INET6 if args.host and ":" in args.host else socket.AF_INET
+    server = socket.socket(family, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((args.host or "", args.port))
+    except OSError as error:
+        server.close()
+        raise ValueError(f"cannot listen on {args.host or '*'}:{args.port}: {error.strerror}") from error
+    return server
+
+
+async def serve_app(args: argparse.Namespace, app: FastAPI, sock: socket.socket) -> int:
+    """Serve until a signal or the engine's death; the exit status."""
+    engine = app.state.serving.engine_client
+    config = uvicorn.Config(
+        app,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        timeout_graceful_shutdown=max(1, int(engine.vllm_config.shutdown_timeout)),
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        **({"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}),
+    )
+    if args.disable_access_log_for_endpoints:
+        quiet = [path.strip() for path in args.disable_access_log_for_endpoints.split(",")]
+        logging.getLogger("uvicorn.access").addFilter(_QuietPaths(quiet))
+    server = Server(config)
+    _stop_on_signals(server)
+    watch = asyncio.create_task(_watch(server, engine, _address(args)))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        watch.cancel()
+    return 1 if engine.errored else 0
+
+
+def _address(args: argparse.Namespace) -> str:
+    if args.uds:
+        return f"unix:{args.uds}"
+    return f"{'https' if args.ssl_certfile else 'http'}://{args.host or '0.0.0.0'}:{args.port}"
+
+
+def _stop_on_signals(server: Server) -> None:
+    """The first signal lets requests end, the second one does not wait."""
+
+    def stop() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+
+
+async def _watch(server: Server, engine: Any, address: str) -> None:
+    """Say when the server is ready; end it when the engine is dead."""
+    while not server.started:
+        await asyncio.sleep(0.01)
+    logger.info("Server ready: listening on %s", address)
+    while True:
+        await asyncio.sleep(HEALTH_INTERVAL_S)
+        if engine.errored and not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
+            logger.error("The engine is dead; the server ends")
+            server.should_exit = True
+            return
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Check the flags and fill in the model. Raises ValueError or TypeError naming what cannot work."""
+    resolve_model(args)
+    validate_parsed_serve_args(args)
+    refuse_unsupported(args)
+
+
+def run_server(args: argparse.Namespace) -> int:
+    """Start engine and server, and serve until told to stop; the exit status.
+
+    Raises ValueError or TypeError for flags that cannot work, before anything heavy starts.
+    """
+    prepare(args)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    vllm_config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    sock = bind_socket(args)
+    # Until the server handles signals itself, one of them must still end the engine's process.
+    signal.signal(signal.SIGTERM, _raise_exit)
+    engine = AsyncLLM.from_vllm_config(
+        vllm_config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=False,
+        disable_log_stats=args.disable_log_stats,
+    )
+    try:
+        return asyncio.run(serve_app(args, build_app(args, engine), sock))
+    finally:
+        engine.shutdown()
+        sock.close()
+
+
+def _raise_exit(number: int, frame: Any) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,150 @@
+"""Error bodies: one shape and one stable `type` per HTTP status, whatever went wrong. Layer: L8.
+
+Owns the mapping from exceptions to bodies and the cleaning of messages. Must not know any route.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from vllm.exceptions import VLLMError
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
+
+logger = init_logger(__name__)
+
+VALIDATION_ENTRIES_MAX = 10
+RETRY_AFTER_S = 1
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "PayloadTooLargeError",
+    422: "UnprocessableEntityError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+_ADDRESS = re.compile(r"\s*(?:\bat\s+)?0x[0-9a-fA-F]{6,}")
+_PATH = re.compile(r"""(?<![\w/:.])/(?:[\w.+@-]+/)+[\w.+@-]+""")
+
+
+class ErrorInfo(BaseModel):
+    """What went wrong. `param` is the request field at fault, if one is."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    """Body of every error reply."""
+
+    error: ErrorInfo
+
+
+def error_type(status: int) -> str:
+    """The `type` that always goes with an HTTP status."""
+    return _TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+
+
+def clean_message(message: str) -> str:
+    """`message` without memory addresses and file-system paths, which are nobody's business outside."""
+    return _PATH.sub("<path>", _ADDRESS.sub("", message))
+
+
+def create_error_response(
+    message: str | BaseException,
+    err_type: str | None = None,
+    status_code: int | HTTPStatus = HTTPStatus.BAD_REQUEST,
+    param: str | None = None,
+) -> ErrorResponse:
+    """The body for a message, or for an exception (which knows its own status and field)."""
+    if isinstance(message, BaseException):
+        status_code, param, message = _describe(message)
+    status = int(status_code)
+    info = ErrorInfo(
+        message=clean_message(message), type=err_type or error_type(status), param=param, code=status
+    )
+    return ErrorResponse(error=info)
+
+
+def _describe(error: BaseException) -> tuple[int, str | None, str]:
+    """(status, field, message) of an exception."""
+    if isinstance(error, VLLMError):
+        return error.http_status, error.parameter, str(error)
+    if isinstance(error, EngineDeadError):
+        return 500, None, str(error)
+    if isinstance(error, RequestValidationError | ValidationError):
+        return 400, _first_field(error.errors()), describe_validation(error.errors())
+    if isinstance(error, HTTPException):
+        return error.status_code, None, str(error.detail)
+    return 500, None, "Internal server error"
+
+
+def _field(location: Iterable[Any]) -> str:
+    return ".".join(str(part) for part in location if part != "body")
+
+
+def _first_field(errors: Iterable[Mapping[str, Any]]) -> str | None:
+    for entry in errors:
+        name = _field(entry.get("loc", ()))
+        if name and entry.get("type") != "json_invalid":
+            return name
+    return None
+
+
+def describe_validation(errors: Iterable[Mapping[str, Any]]) -> str:
+    """Up to ten schema violations in words, each with its field and the value that was given."""
+    entries = list(errors)
+    lines = []
+    for entry in entries[:VALIDATION_ENTRIES_MAX]:
+        name = _field(entry.get("loc", ()))
+        shown = repr(entry.get("input"))
+        value = "" if entry.get("type") in ("missing", "json_invalid") else f" (got {shown[:80]})"
+        lines.append(f"{name}: {entry.get('msg')}{value}" if name else str(entry.get("msg")))
+    if len(entries) > VALIDATION_ENTRIES_MAX:
+        lines.append(f"and {len(entries) - VALIDATION_ENTRIES_MAX} more")
+    return "; ".join(lines)
+
+
+def to_http_response(body: ErrorResponse) -> JSONResponse:
+    """The HTTP reply with the status that the body states."""
+    status = body.error.code
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
+    return JSONResponse(body.model_dump(), status_code=status, headers=headers)
+
+
+def error_reply(error: BaseException) -> JSONResponse:
+    """The HTTP reply for an exception; an unexpected one is logged with its stack trace."""
+    body = create_error_response(error)
+    if body.error.code == 500 and not isinstance(error, VLLMError | EngineDeadError):
+        logger.error("Unexpected error while serving a request", exc_info=error)
+    return to_http_response(body)
+
+
+async def validation_exception_handler(request: Request, exc: RequestValidationError) -> JSONResponse:
+    """FastAPI handler: the body does not fit the schema of its route."""
+    return error_reply(exc)
+
+
+async def http_exception_handler(request: Request, exc: HTTPException) -> JSONResponse:
+    """FastAPI handler: no such route or method, or a refusal by the framework."""
+    return error_reply(exc)
+
+
+async def exception_handler(request: Request, exc: Exception) -> JSONResponse:
+    """FastAPI handler: everything else."""
+    return error_reply(exc)

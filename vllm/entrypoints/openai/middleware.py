@@ -1,0 +1,240 @@
+"""ASGI layers round the app: keys, sizes, request ids, load, HTTP metrics. Layer: L8.
+
+Each is a plain ASGI callable, so that streams pass through unbuffered and disconnects reach the routes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from starlette.responses import Response
+
+from vllm.entrypoints.openai.errors import create_error_response, to_http_response
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# Answered without a key: what load balancers and scrapers ask.
+OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")
+UNMETERED_PATHS = ("/metrics", "/health", "/load", "/ping", "/version", "/server_info")
+GENERATING_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/inference/v1/generate",
+)
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value).decode("latin-1")
+    return None
+
+
+async def _reply(error: tuple[int, str], scope: Scope, receive: Receive, send: Send) -> None:
+    status, message = error
+    response: Response = to_http_response(create_error_response(message, status_code=status))
+    await response(scope, receive, send)
+
+
+class AuthMiddleware:
+    """Every path but `OPEN_PATHS` needs `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: App, keys: Iterable[str], root_path: str = "") -> None:
+        self.app = app
+        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self.root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or self._is_free(scope) or self._is_known(scope):
+            await self.app(scope, receive, send)
+            return
+        await _reply((401, "Unauthorized: a valid API key is needed"), scope, receive, send)
+
+    def _is_free(self, scope: Scope) -> bool:
+        path = scope["path"].removeprefix(self.root_path)
+        return scope.get("method") == "OPTIONS" or path in OPEN_PATHS
+
+    def _is_known(self, scope: Scope) -> bool:
+        scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        # Every key is compared, so that the time taken tells nothing.
+        matches = [secrets.compare_digest(digest, known) for known in self.digests]
+        return any(matches)
+
+
+class LimitsMiddleware:
+    """Refuses requests with too many headers or too large a body, before the body is held in memory."""
+
+    def __init__(self, app: App, body_bytes_max: int, headers_max: int) -> None:
+        self.app = app
+        self.body_bytes_max = body_bytes_max
+        self.headers_max = headers_max
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if len(scope["headers"]) > self.headers_max:
+            await _reply((431, f"The request has more than {self.headers_max} headers"), scope, receive, send)
+            return
+        too_large = (413, f"The request body is larger than {self.body_bytes_max} bytes")
+        stated = _header(scope, b"content-length")
+        if stated is not None and stated.isdigit() and int(stated) > self.body_bytes_max:
+            await _reply(too_large, scope, receive, send)
+            return
+        counted = _CountedBody(receive, self.body_bytes_max)
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, counted.receive, watched_send)
+        except _BodyTooLarge:
+            if not started:
+                await _reply(too_large, scope, receive, send)
+
+
+class _BodyTooLarge(Exception):
+    """More bytes came than are allowed."""
+
+
+@dataclass
+class _CountedBody:
+    """A `receive` that adds up the body's bytes."""
+
+    inner: Receive
+    limit: int
+    seen: int = 0
+
+    async def receive(self) -> Message:
+        message = await self.inner()
+        if message["type"] == "http.request":
+            self.seen += len(message.get("body", b""))
+            if self.seen > self.limit:
+                raise _BodyTooLarge
+        return message
+
+
+class RequestIdMiddleware:
+    """Sends `X-Request-Id` back."""
+
+    def __init__(self, app: App, new_id: Callable[[], str]) -> None:
+        self.app = app
+        self.new_id = new_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = _header(scope, b"x-request-id") or self.new_id()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode("latin-1")),
+                ]
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+@dataclass
+class ServerLoad:
+    """Generating requests in flight, from arrival until the last byte."""
+
+    in_flight: int = 0
+
+
+class LoadMiddleware:
+    """Counts requests on the generating paths."""
+
+    def __init__(self, app: App, load: ServerLoad) -> None:
+        self.app = app
+        self.load = load
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
+            await self.app(scope, receive, send)
+            return
+        self.load.in_flight += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.load.in_flight -= 1
+
+
+@dataclass
+class HttpMetrics:
+    """Counters of the HTTP level. `paths`: known routes; others share one label, so that labels stay bounded."""
+
+    paths: Sequence[str]
+    registry: CollectorRegistry = REGISTRY
+    requests: Counter = field(init=False)
+    seconds: Histogram = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("http_requests", "http_request_duration_seconds"):
+            _unregister(self.registry, name)
+        labels = ("handler", "method", "status")
+        self.requests = Counter("http_requests_total", "HTTP requests.", labels, registry=self.registry)
+        self.seconds = Histogram(
+            "http_request_duration_seconds", "Time until the last byte.", labels[:2], registry=self.registry
+        )
+
+    def observe(self, path: str, method: str, status: int, seconds: float) -> None:
+        """Count one finished request."""
+        if path in UNMETERED_PATHS:
+            return
+        handler = path if path in self.paths else "none"
+        self.requests.labels(handler, method, f"{status // 100}xx").inc()
+        self.seconds.labels(handler, method).observe(seconds)
+
+
+def _unregister(registry: CollectorRegistry, name: str) -> None:
+    """Forget a metric of an earlier app in this process."""
+    collector = registry._names_to_collectors.get(name)
+    if collector is not None:
+        registry.unregister(collector)
+
+
+class HttpMetricsMiddleware:
+    """Feeds `HttpMetrics`."""
+
+    def __init__(self, app: App, metrics: HttpMetrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start = time.monotonic()
+        status = 500
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched_send)
+        finally:
+            self.metrics.observe(scope["path"], scope["method"], status, time.monotonic() - start)
