@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# The decoding window is cut back to CONTEXT_TOKENS once it holds WINDOW_TOKENS: decoding stays O(1) per token.
+# The decoding window is cut back to about CONTEXT_TOKENS once it holds WINDOW_TOKENS: decoding stays O(1) per token.
 CONTEXT_TOKENS = 6
 WINDOW_TOKENS = 16
-# A character has at most four bytes, so at most three bytes of it can be outstanding. A window in which nothing became
-# readable for this many tokens holds bytes that are no text: they are shown as U+FFFD instead of being kept for ever.
+PROMPT_CONTEXT_MAX = 64
+# A character has at most four bytes, so at most three bytes of it can be outstanding. If nothing became readable for this
+# many tokens, their bytes are no text: they are shown as U+FFFD instead of being kept for ever.
 UNREADABLE_TOKENS_MAX = 48
 PENDING_BYTES_MAX = 3
 
@@ -31,52 +32,78 @@ class TokenStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._window = self._context_of(list((prompt_token_ids or [])[-4 * WINDOW_TOKENS :]))
-        text = self._decode(self._window)
-        self._shown = len(text.rstrip(REPLACEMENT))
-        # Text of a character that the prompt left incomplete: dropped if the output does not complete it.
-        self._foreign = text[self._shown :]
+        prompt_tail = list((prompt_token_ids or [])[-PROMPT_CONTEXT_MAX:])
+        self._window = self._clean_tail(prompt_tail) or prompt_tail
+        # If the prompt ends inside a character, this is its text until the output has completed or abandoned that.
+        self._prompt_text = self._decode(self._window)
+        self._shown = self._complete_length(self._window)
+        self._unreadable_tokens = 0
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
         return text
 
-    def _context_of(self, token_ids: list[int]) -> list[int]:
-        """The shortest useful tail of `token_ids`: readable, so that it does not begin inside a character."""
-        for size in (CONTEXT_TOKENS, WINDOW_TOKENS):
-            tail = token_ids[-size:]
-            text = self._decode(tail).rstrip(REPLACEMENT)
-            if text and REPLACEMENT not in text:
-                return tail
-        return token_ids
+    def _clean_tail(self, token_ids: list[int]) -> list[int] | None:
+        """A short tail of `token_ids` that has text and does not begin inside a character; None if there is none.
+
+        Of four neighbouring cuts one is between two characters, since a character has at most four tokens.
+        """
+        for size in (
+            CONTEXT_TOKENS,
+            WINDOW_TOKENS,
+            2 * WINDOW_TOKENS,
+            PROMPT_CONTEXT_MAX - PENDING_BYTES_MAX,
+        ):
+            for cut in range(size, size + 1 + PENDING_BYTES_MAX):
+                tail = token_ids[-cut:]
+                if self._is_clean(tail):
+                    return tail
+                if cut >= len(token_ids):
+                    return None
+        return None
+
+    def _is_clean(self, token_ids: list[int]) -> bool:
+        """Whether these tokens have text and are readable, but for a character that may be incomplete at their end."""
+        return self._complete_length(token_ids) > 0
+
+    def _complete_length(self, token_ids: list[int]) -> int:
+        """Length of the text without a character that is incomplete at its end; 0 if it is not readable otherwise."""
+        for end in range(len(token_ids), max(0, len(token_ids) - PENDING_BYTES_MAX - 1), -1):
+            text = self._decode(token_ids[:end])
+            if REPLACEMENT not in text:
+                return len(text)
+        return 0
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that is now complete ("" while a character is incomplete)."""
         self._window.append(token_id)
         text = self._decode(self._window)
         readable = len(text.rstrip(REPLACEMENT))
-        if readable < len(text) and len(self._window) > UNREADABLE_TOKENS_MAX:
+        self._unreadable_tokens = self._unreadable_tokens + 1 if readable < len(text) else 0
+        if self._unreadable_tokens > UNREADABLE_TOKENS_MAX:
             readable = max(readable, len(text) - PENDING_BYTES_MAX)
-        if self._foreign and readable > self._shown:
-            self._skip_foreign(text)
+        if self._prompt_text and readable > self._shown:
+            self._leave_prompt(text)
         new_text = text[self._shown : readable]
         self._shown = max(self._shown, readable)
-        if len(self._window) >= WINDOW_TOKENS and readable == len(text):
-            self._shrink()
+        self._shrink(is_readable=readable == len(text))
         return new_text
 
-    def _skip_foreign(self, text: str) -> None:
+    def _leave_prompt(self, text: str) -> None:
         """The prompt's incomplete character was either completed (then it is shown) or abandoned (then it is not)."""
-        if text.startswith(self._foreign, self._shown):
-            self._shown += len(self._foreign)
-        self._foreign = ""
+        if text.startswith(self._prompt_text):
+            self._shown = len(self._prompt_text)
+        self._prompt_text = ""
 
-    def _shrink(self) -> None:
-        tail = self._window[-CONTEXT_TOKENS:]
-        text = self._decode(tail)
-        if text and REPLACEMENT not in text:
-            self._window = tail
-            self._shown = len(text)
+    def _shrink(self, is_readable: bool) -> None:
+        """Keep the window short: cut it between two characters, or anywhere in what is no text."""
+        if is_readable and len(self._window) >= WINDOW_TOKENS:
+            tail = self._clean_tail(self._window)
+            if tail is not None:
+                self._window, self._shown = tail, len(self._decode(tail))
+        elif len(self._window) > PROMPT_CONTEXT_MAX + UNREADABLE_TOKENS_MAX:
+            self._window = self._window[-CONTEXT_TOKENS:]
+            self._shown = max(0, len(self._decode(self._window)) - PENDING_BYTES_MAX)
 
 
 class IncrementalDetokenizer:
