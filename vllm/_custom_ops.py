@@ -43,11 +43,14 @@ logger = init_logger(__name__)
 DeltaInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 _LIBRARY = Path(__file__).with_name("_C.abi3.so")
+_CUDA_LIBRARY = Path(__file__).with_name("_C_cuda.abi3.so")
 # Largest head size and number of residual streams that the native ops take.
 _HEAD_MAX = 1024
 _STREAMS_MAX = 16
 # From this many rows on, weights of half size are widened once and multiplied by the fp32 matrix product of torch.
 _WIDEN_ROWS = 192
+
+_HAS_CUDA_OPS = _CUDA_LIBRARY.exists() and torch.cuda.is_available()
 
 
 def _load() -> Any:
@@ -59,6 +62,8 @@ def _load() -> Any:
         return None
     try:
         torch.ops.load_library(str(_LIBRARY))
+        if _HAS_CUDA_OPS:
+            torch.ops.load_library(str(_CUDA_LIBRARY))
     except OSError as error:
         logger.warning("Native ops cannot be loaded (%s); the slower torch reference ops are used", error)
         return None
@@ -228,7 +233,8 @@ def copy_blocks(target: Tensor, source: Tensor, target_blocks: Tensor, source_bl
     Both are `[blocks, bytes]` of one dtype (rows may be strided, also the same tensor); ids are int64. A block must
     not be a target twice, nor both a source and a target in one call.
     """
-    if _native is not None and target.is_cpu and source.is_cpu:
+    is_served = target.is_cpu or (_HAS_CUDA_OPS and target.is_cuda)
+    if _native is not None and is_served and target.device == source.device:
         _native.copy_blocks(target, source, target_blocks, source_blocks)
     else:
         copy_blocks_ref(target, source, target_blocks, source_blocks)

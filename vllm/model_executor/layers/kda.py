@@ -77,6 +77,11 @@ class KimiDeltaAttention(nn.Module):
         gate = self.gate_up.forward(gate_low).view(mixed.shape)
         return self.out.forward(self.norm.forward(mixed, gate).to(x.dtype).flatten(1))
 
+    def _states(self) -> tuple[Tensor, Tensor]:
+        """Conv rows and recurrent states of all pages; rows that speculation reserves are left out."""
+        conv_states, states = self.pages.states
+        return conv_states[:, : self.shape.kernel - 1], states
+
     def _log_decay(self, raw: Tensor) -> Tensor:
         """The gate's projection → `g [T, H, d]`, fp32."""
         shape = self.shape
@@ -98,7 +103,7 @@ class KimiDeltaAttention(nn.Module):
     ) -> None:
         """The decode rows at once: gather states by page, step, scatter."""
         n = meta.num_decodes
-        conv_states, states = self.pages.states
+        conv_states, states = self._states()
         blocks = self.pages.blocks(meta, group)
         source, target = blocks.source_tensor[:n], blocks.target_tensor[:n]
         convolved, rows = conv_step(qkv[:n], conv_states[source], self.conv.squeeze(1))
@@ -111,7 +116,7 @@ class KimiDeltaAttention(nn.Module):
     ) -> None:
         """The other rows one by one."""
         shape = self.shape
-        conv_states, states = self.pages.states
+        conv_states, states = self._states()
         blocks = self.pages.blocks(meta, group)
         start = meta.num_decodes
         for r in range(meta.num_decodes, meta.num_reqs):

@@ -21,7 +21,10 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import StepMeta
 
-__all__ = ["RopeParams", "RotaryEmbedding"]
+__all__ = ["ROPE_FACTORS", "RopeParams", "RotaryEmbedding"]
+
+# Name under which a weight file may carry the divisors of `RotaryEmbedding.divide_frequencies`.
+ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +174,21 @@ class RotaryEmbedding:
     def __init__(self, params: RopeParams) -> None:
         self.params = params
         self._table = torch.empty(0, params.rotary_dim)
+        self._divisors: Tensor | None = None
         self._key = f"rope:{id(self)}"
         self.rows(1)
+
+    def divide_frequencies(self, divisors: Tensor) -> None:
+        """Stretches each frequency by its own factor, `[rotary_dim / 2]`, on top of the params; starts the table anew.
+
+        Some weight files carry a scaling as these numbers instead of naming it. `ValueError` for a wrong count.
+        """
+        if divisors.numel() != self.params.rotary_dim // 2:
+            raise ValueError(
+                f"{divisors.numel()} rotary factors do not fit the rotary size {self.params.rotary_dim}"
+            )
+        self._divisors = divisors.flatten().float()
+        self._table = torch.empty(0, self.params.rotary_dim)
 
     def rows(self, length: int) -> Tensor:
         """The table with at least `length` positions, `[≥ length, rotary_dim]`: half cosines, half sines."""
@@ -180,6 +196,8 @@ class RotaryEmbedding:
         if have < length:
             positions = torch.arange(have, max(length, 2 * have, 1024))
             frequencies, scale = _FREQUENCIES[self.params.kind](self.params, positions)
+            if self._divisors is not None:
+                frequencies = frequencies / self._divisors
             angles = positions[:, None].to(torch.float32) * frequencies
             fresh = torch.cat([angles.cos(), angles.sin()], dim=-1) * scale
             self._table = torch.cat([self._table, fresh])

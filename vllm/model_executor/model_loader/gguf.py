@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from vllm.model_executor.layers.rotary_embedding import ROPE_FACTORS
 from vllm.transformers_utils.gguf_metadata import GGUFHeader, GGUFTensorInfo, read_gguf_header
 
-__all__ = ["ROPE_FACTORS", "dequantise", "iter_gguf", "tensor_name"]
-
-# Name under which the per-frequency divisors of a scaled rotary embedding are passed on.
-ROPE_FACTORS = "rope_freqs.weight"
+__all__ = ["dequantise", "iter_gguf", "tensor_name"]
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -101,7 +99,7 @@ _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
-    "rope_freqs.weight": ROPE_FACTORS,
+    ROPE_FACTORS: ROPE_FACTORS,
 }
 
 _LAYER_NAMES = {

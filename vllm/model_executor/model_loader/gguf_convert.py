@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from vllm.model_executor.model_loader.gguf import ROPE_FACTORS, iter_gguf
+from vllm.model_executor.layers.rotary_embedding import ROPE_FACTORS
+from vllm.model_executor.model_loader.gguf import iter_gguf
 from vllm.transformers_utils.gguf_config import config_from_gguf
 from vllm.transformers_utils.gguf_metadata import read_gguf_header
 

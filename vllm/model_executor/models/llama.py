@@ -5,7 +5,7 @@ Owns: the translation of their config.json into layers, and their checkpoint nam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import AttentionShape, GroupedQueryAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
-from vllm.model_executor.layers.rotary_embedding import RopeParams, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import ROPE_FACTORS, RopeParams, RotaryEmbedding
 from vllm.model_executor.layers.vocab_embedding import LmHead, VocabEmbedding
 from vllm.model_executor.models.interfaces import ModelSettings, NativeModel, config_dict
 from vllm.v1.attention.backend import StepMeta
@@ -121,6 +121,7 @@ def llama_kv_specs(config: Mapping[str, Any], settings: ModelSettings) -> dict[s
         "num_kv_heads": max(1, params.num_kv_heads // settings.tp_size),
         "head_size": params.head_dim,
         "dtype": settings.cache_dtype,
+        "max_tp_shards": params.num_kv_heads,
     }
     specs: dict[str, AttentionSpec] = {}
     for i, window in enumerate(params.windows):
@@ -174,12 +175,12 @@ class LlamaForCausalLM(NativeModel):
         params = LlamaParams.from_config(config)
         self.params = params
         self.embed = VocabEmbedding(params.vocab_size, params.hidden_size, settings.dtype)
-        rope = RotaryEmbedding(RopeParams.from_config(config, params.head_dim))
+        self.rope = RotaryEmbedding(RopeParams.from_config(config, params.head_dim))
         self.layers = nn.ModuleList()
         for i, (name, spec) in enumerate(llama_kv_specs(config, settings).items()):
             pages = KVHeadPages(name, spec)
             self.cache_layers[name] = pages
-            self.layers.append(LlamaLayer(params, settings, i, pages, rope))
+            self.layers.append(LlamaLayer(params, settings, i, pages, self.rope))
         self.norm = RMSNorm(params.hidden_size, params.eps, settings.dtype)
         tied = self.embed if params.is_tied else None
         self.head = LmHead(params.vocab_size, params.hidden_size, settings.dtype, tied)
@@ -200,6 +201,17 @@ class LlamaForCausalLM(NativeModel):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.head.forward(hidden)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights(self._take_rope_factors(weights))
+
+    def _take_rope_factors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Passes everything on but the rotary factors, which are no parameter."""
+        for name, tensor in weights:
+            if name == ROPE_FACTORS:
+                self.rope.divide_frequencies(tensor)
+            else:
+                yield name, tensor
 
     def weight_name(self, name: str) -> str | None:
         if name == "lm_head.weight" and self.params.is_tied:

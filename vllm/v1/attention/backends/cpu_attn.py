@@ -13,6 +13,7 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import AttentionBackend, GroupMeta, StepMeta
 from vllm.v1.attention.backends.torch_ref import visible_mask
 from vllm.v1.attention.pages import KVHeadPages, RowPages
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 __all__ = ["CpuAttentionBackend", "latent_attention", "paged_attention"]
 
@@ -22,6 +23,9 @@ _SCORES_MAX = 1 << 25
 
 class CpuAttentionBackend(AttentionBackend):
     """The default on CPU; any head size, any block size."""
+
+    # Pages are read block by block: where blocks lie, one layer after another or side by side, does not matter.
+    supported_kv_cache_layouts = (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
 
     @staticmethod
     def get_name() -> str:

@@ -11,12 +11,16 @@ from torch import Tensor
 
 from vllm.v1.attention.backend import AttentionBackend, GroupMeta, StepMeta
 from vllm.v1.attention.pages import KVHeadPages, RowPages
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 __all__ = ["TorchRefBackend", "latent_attention_ref", "paged_attention_ref", "visible_mask"]
 
 
 class TorchRefBackend(AttentionBackend):
     """The reference; any head size, any block size."""
+
+    # Pages are read block by block: where blocks lie, one layer after another or side by side, does not matter.
+    supported_kv_cache_layouts = (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
 
     @staticmethod
     def get_name() -> str:

@@ -1,0 +1,40 @@
+"""Without a usable native library everything runs on the references, and one notice says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, pathlib, torch
+from vllm import logger
+import vllm._custom_ops as ops
+library = pathlib.Path(sys.argv[1])
+ops._LIBRARY = library
+ops._native = ops._load()
+assert not ops.has_native_ops()
+assert ops.native_isa() == "none"
+assert not ops.select_native_isa("scalar")
+x = torch.randn(3, 8)
+assert torch.equal(ops.rms_norm(x, torch.ones(8), 1e-5), ops.rms_norm_ref(x, torch.ones(8), 1e-5))
+assert ops.linear(x, torch.ones(2, 8).half()).shape == (3, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "notice"), [(None, "are not built"), (b"no library", "cannot be loaded")]
+)
+def test_reference_ops_take_over_with_a_notice(content: bytes | None, notice: str, tmp_path: Path) -> None:
+    library = tmp_path / "_C.abi3.so"
+    if content is not None:
+        library.write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(library)], capture_output=True, text=True, timeout=120, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert notice in output
+    assert "the slower torch reference ops are used" in output
