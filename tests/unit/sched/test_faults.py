@@ -1,0 +1,471 @@
+"""Fault cases of the scheduler, each named after its id in the catalogue."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.sched import (
+    Driver,
+    compressed,
+    expected_output,
+    full,
+    make_request,
+    make_scheduler,
+    mamba,
+    ring,
+)
+from tests.helpers.sched_connector import FakeConnector, LoadRunner
+from vllm.v1.request import RequestStatus
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(seed * 7 + i * 3) % 50 for i in range(length)]
+
+
+def with_connector(
+    num_blocks: int, *, load_async: bool = True, policy: str = "recompute", **config: Any
+) -> tuple[Driver, FakeConnector, LoadRunner]:
+    """A scheduler of one full-attention group with an external store."""
+    connector = FakeConnector(4, load_async=load_async)
+    transfer = SimpleNamespace(kv_connector=None, is_kv_consumer=True, kv_load_failure_policy=policy)
+    depth = 2 if config.get("looks_ahead") else 1
+    scheduler = make_scheduler(
+        [full(4)], num_blocks, connector=connector, kv_transfer_config=transfer, **config
+    )
+    driver = Driver(scheduler, depth=depth)
+    return driver, connector, LoadRunner(driver.worker, connector)
+
+
+def test_sch_01_a_loaded_request_is_promoted_whatever_the_queue_head_does() -> None:
+    driver, connector, loads = with_connector(20)
+    scheduler = driver.scheduler
+    connector.remember(prompt(24, 1))
+    connector.remember(prompt(60, 2))
+    loads.hold = True
+    driver.add("b", [*prompt(24, 1), 1, 2], max_tokens=2)
+    driver.step()
+    assert len(scheduler.kv_holding_waiting) == 1
+    driver.add("a", [*prompt(60, 2), 1], max_tokens=2)
+    driver.step()
+    assert [request.request_id for request in scheduler.waiting] == ["a"], "a cannot be allocated beside b"
+    loads.hold = False
+    driver.step()
+    assert list(driver.step().num_scheduled_tokens) == ["b"]
+    driver.run()
+    assert set(driver.ends) == {"a", "b"}
+    driver.assert_at_rest()
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("reported_first", [False, True])
+def test_sch_02_abort_during_an_async_load_frees_exactly_once(
+    looks_ahead: bool, reported_first: bool
+) -> None:
+    driver, connector, loads = with_connector(80, looks_ahead=looks_ahead)
+    scheduler = driver.scheduler
+    connector.stores_on_finish = False
+    connector.remember(prompt(16, 1))
+    driver.add("other", prompt(5), max_tokens=200)
+    driver.step()
+    for attempt in range(30):
+        loads.hold = not reported_first
+        name = f"r{attempt}"
+        driver.add(name, [*prompt(16, 1), 7], max_tokens=2)
+        driver.schedule()
+        if reported_first:
+            while driver.in_flight:
+                driver.apply()
+            assert name in scheduler.finished_recving_kv_req_ids
+        free = driver.free_blocks()
+        scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        if reported_first:
+            assert driver.free_blocks() == free + 4
+        else:
+            assert driver.free_blocks() == free, "the copy still writes into the blocks"
+            assert scheduler.has_request(name)
+            loads.hold = False
+        while scheduler.has_request(name):
+            driver.step()
+        scheduler.reset_prefix_cache()
+    scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    driver.run()
+    assert driver.outputs["other"] == expected_output(prompt(5), len(driver.outputs["other"]))
+    driver.assert_at_rest()
+
+
+def test_sch_03_output_after_the_abort_of_a_sending_request_changes_nothing() -> None:
+    driver, connector, loads = with_connector(20, looks_ahead=True)
+    scheduler = driver.scheduler
+    connector.delay_finish = True
+    loads.hold = True
+    driver.add("a", prompt(9))
+    driver.schedule()
+    driver.schedule()
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    held = driver.free_blocks()
+    driver.apply()
+    driver.apply()
+    assert driver.free_blocks() == held
+    assert driver.outputs == {}
+    loads.hold = False
+    driver.run()
+    driver.assert_at_rest()
+
+
+def test_sch_07_nobody_loses_a_step_to_a_victim_that_stood_before_it() -> None:
+    """The victim was passed over earlier in the same pass; removing it moves the requests behind it."""
+    scheduler = make_scheduler([full(4)], 10, policy="priority", prefill_schedule_interval=1)
+    driver = Driver(scheduler)
+    driver.add("victim", prompt(11), max_tokens=30, priority=9, arrival_time=1.0)
+    driver.add("first", prompt(11, 1), max_tokens=30, priority=1, arrival_time=2.0)
+    driver.add("second", prompt(11, 2), max_tokens=30, priority=1, arrival_time=3.0)
+    # Priority admission puts the victim last; a list with it in front is what went wrong.
+    driver.step()
+    scheduler.running.sort(key=lambda request: request.request_id != "victim")
+    output = driver.step()
+    while not output.preempted_req_ids:
+        output = driver.step()
+    assert output.preempted_req_ids == {"victim"}
+    assert list(output.num_scheduled_tokens) == ["first", "second"]
+
+
+def test_sch_08_delivery_recomputes_a_request_preempted_in_its_last_step() -> None:
+    driver, connector, _ = with_connector(40, looks_ahead=True)
+    scheduler = driver.scheduler
+    scheduler.requires_kv_delivery = True
+    driver.add("a", prompt(9), max_tokens=1)
+    driver.schedule()
+    scheduler._preempt_request(scheduler.requests["a"], 0.0)
+    driver.apply()
+    assert driver.ends == {}, "the token came from KV that is gone"
+    driver.run()
+    assert driver.outputs["a"] == expected_output(prompt(9), 1)
+    status, blocks = connector.finished["a"]
+    assert status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert len(blocks[0]) == 3, "the receiver gets every block"
+
+
+def test_sch_08_a_mere_cache_just_lets_it_finish() -> None:
+    driver, connector, _ = with_connector(40, looks_ahead=True)
+    driver.add("a", prompt(9), max_tokens=1)
+    driver.schedule()
+    driver.scheduler._preempt_request(driver.scheduler.requests["a"], 0.0)
+    driver.apply()
+    assert driver.outputs["a"] == expected_output(prompt(9), 1)
+    driver.run()
+    assert list(connector.finished) == ["a"]
+    driver.assert_at_rest()
+
+
+def test_sch_09_a_second_request_with_a_live_id_is_refused() -> None:
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    driver.add("test-0", prompt(5), max_tokens=3)
+    driver.step()
+    with pytest.raises(ValueError, match="test-0"):
+        driver.add("test-0", prompt(9))
+    driver.run()
+    assert driver.outputs["test-0"] == expected_output(prompt(5), 3)
+    assert not scheduler.has_request("test-0")
+    driver.ends.clear()
+    driver.outputs.clear()
+    driver.add("test-0", prompt(9), max_tokens=2)
+    driver.run()
+    assert driver.outputs["test-0"] == expected_output(prompt(9), 2)
+
+
+def test_sch_09_output_of_an_aborted_request_never_reaches_its_namesake() -> None:
+    scheduler = make_scheduler(looks_ahead=True)
+    driver = Driver(scheduler, depth=2)
+    driver.add("x", prompt(5), max_tokens=5)
+    driver.schedule()
+    driver.schedule()
+    scheduler.finish_requests("x", RequestStatus.FINISHED_ABORTED)
+    driver.add("x", prompt(9, 4), max_tokens=3)
+    driver.apply()
+    driver.run()
+    assert driver.outputs["x"] == expected_output(prompt(9, 4), 3)
+
+
+@pytest.mark.parametrize("num_lookahead_tokens", [0, 3])
+@pytest.mark.parametrize("total", [-2, -1, 0, 1, 2])
+def test_sch_11_two_full_prompt_loads_never_fill_the_pool_exactly(
+    total: int, num_lookahead_tokens: int
+) -> None:
+    rng = random.Random(total * 10 + num_lookahead_tokens)
+    usable = 24
+    first = rng.randint(8, usable - 8)
+    second = usable + total - first
+    driver, connector, loads = with_connector(
+        usable + 1, num_lookahead_tokens=num_lookahead_tokens, max_num_batched_tokens=256
+    )
+    for name, blocks, seed in (("a", first, 1), ("b", second, 2)):
+        tokens = prompt(blocks * 4 - 1, seed)
+        connector.remember(tokens)
+        driver.add(name, tokens, max_tokens=3)
+    loads.rng = random.Random(total)
+    steps = driver.run(100)
+    assert steps < 60
+    for name, blocks, seed in (("a", first, 1), ("b", second, 2)):
+        assert driver.outputs[name] == expected_output(prompt(blocks * 4 - 1, seed), 3)
+    driver.assert_at_rest()
+
+
+def test_sch_12_deferred_frees_are_waited_for_instead_of_preempting_everybody() -> None:
+    driver, connector, _ = with_connector(17, looks_ahead=True)
+    scheduler = driver.scheduler
+    connector.stores_on_finish = False
+    assert scheduler.defer_block_free
+    for i in range(4):
+        driver.add(f"r{i}", prompt(13, i), max_tokens=6)
+    most = 0
+    for _ in range(200):
+        if not scheduler.has_requests() and not driver.in_flight:
+            break
+        output = driver.step()
+        most = max(most, len(output.preempted_req_ids or ()))
+    driver.run()
+    assert most <= 1, "one victim's blocks cover what one request needs"
+    assert set(driver.ends) == {"r0", "r1", "r2", "r3"}
+    total = sum(request.num_tokens for request in scheduler.requests.values())
+    assert total == 0
+    driver.assert_at_rest()
+
+
+def test_sch_12_a_connector_with_pending_frees_makes_the_pass_wait() -> None:
+    driver, connector, _ = with_connector(8)
+    driver.add("a", prompt(11), max_tokens=9)
+    driver.add("b", prompt(11, 1), max_tokens=9)
+    driver.step()
+    connector.pending_frees = True
+    for _ in range(4):
+        assert not driver.step().preempted_req_ids
+    connector.pending_frees = False
+    driver.run()
+    assert driver.outputs["b"] == expected_output(prompt(11, 1), 9)
+
+
+@pytest.mark.parametrize("specs", [[full(4)], [full(8), mamba(8)], [full(4), ring(8)], [compressed(8, 4)]])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17])
+def test_pfx_09_at_least_one_token_is_scheduled_after_a_full_hit(specs: list[Any], length: int) -> None:
+    scheduler = make_scheduler(specs, 40)
+    driver = Driver(scheduler)
+    for name in ("first", "second"):
+        driver.add(name, prompt(length), max_tokens=1)
+        driver.run()
+    assert driver.outputs["first"] == driver.outputs["second"] == expected_output(prompt(length), 1)
+    second = next(new for step in driver.steps for new in step.scheduled_new_reqs if new.req_id == "second")
+    assert second.num_computed_tokens % max(spec.block_size for spec in specs if spec.prefix_cacheable) == 0
+    driver.assert_at_rest()
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_pfx_12_requests_sharing_blocks_of_a_failed_load_go_back_together(looks_ahead: bool) -> None:
+    driver, connector, loads = with_connector(60, load_async=False, looks_ahead=looks_ahead)
+    tokens = prompt(40, 3)
+    connector.remember(tokens[:32])
+    loads.fail_ids = {"owner"}
+    driver.add("owner", tokens, max_tokens=6)
+    driver.add("sharer", tokens, max_tokens=6)
+    driver.add("third", [*tokens[:20], 1, 2, 3], max_tokens=6)
+    driver.add("other", prompt(9, 5), max_tokens=6)
+    driver.run()
+    for name in ("owner", "sharer"):
+        assert driver.outputs[name] == expected_output(tokens, 6)
+    assert driver.outputs["third"] == expected_output([*tokens[:20], 1, 2, 3], 6)
+    assert driver.outputs["other"] == expected_output(prompt(9, 5), 6)
+    driver.assert_at_rest()
+
+
+def test_pfx_13_prompt_logprobs_never_skip_cached_tokens() -> None:
+    scheduler = make_scheduler([full(4)], 40)
+    driver = Driver(scheduler)
+    driver.add("plain", prompt(33), max_tokens=1)
+    driver.run()
+    driver.add("logprobs", prompt(33), max_tokens=1, prompt_logprobs=1)
+    driver.run()
+    sent = [new for step in driver.steps for new in step.scheduled_new_reqs]
+    assert [new.num_computed_tokens for new in sent] == [0, 0]
+    assert make_request(scheduler, "x", prompt(5), prompt_logprobs=0).skip_reading_prefix_cache
+
+
+def test_pfx_15_a_refused_reset_says_why() -> None:
+    scheduler = make_scheduler([full(4)], 40)
+    driver = Driver(scheduler)
+    driver.add("a", prompt(9), max_tokens=3)
+    driver.step()
+    assert scheduler.reset_prefix_cache() is False
+    report = scheduler.reset_prefix_cache_report
+    assert report is not None
+    assert report["success"] is False
+    assert report["held_blocks"] == 3
+    assert report["requests_running"] == 1
+    assert "3 device blocks" in report["reason"]
+    driver.run()
+    assert scheduler.reset_prefix_cache() is True
+    assert scheduler.reset_prefix_cache_report["reason"] == ""  # type: ignore[index]
+
+
+def test_off_20_the_engine_keeps_stepping_while_a_transfer_is_open_and_then_stops() -> None:
+    driver, connector, _ = with_connector(20)
+    scheduler = driver.scheduler
+    driver.add("a", prompt(5), max_tokens=1)
+    driver.step()
+    connector.push_work = True
+    driver.step()
+    assert not scheduler.has_unfinished_requests()
+    assert not scheduler.has_finished_requests()
+    assert scheduler.has_requests()
+    assert driver.step().total_num_scheduled_tokens == 0
+    connector.push_work = False
+    assert not scheduler.has_requests()
+
+
+def test_off_21_a_new_request_is_scheduled_in_the_next_step_beside_open_transfers() -> None:
+    driver, connector, loads = with_connector(20)
+    connector.delay_finish = True
+    loads.hold = True
+    connector.push_work = True
+    driver.add("a", prompt(5), max_tokens=1)
+    driver.step()
+    driver.step()
+    driver.add("b", prompt(6, 1), max_tokens=1)
+    assert list(driver.step().num_scheduled_tokens) == ["b"]
+    loads.hold = False
+    connector.push_work = False
+    driver.run()
+    driver.assert_at_rest()
+
+
+def test_off_11_abort_of_a_request_that_was_never_scheduled() -> None:
+    driver, connector, _ = with_connector(20, max_num_seqs=1)
+    driver.add("a", prompt(9), max_tokens=4)
+    driver.add("b", prompt(9, 1), max_tokens=4)
+    driver.step()
+    driver.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    driver.run()
+    assert driver.outputs["a"] == expected_output(prompt(9), 4)
+    assert connector.finished["b"][1] == ([],)
+    driver.assert_at_rest()
+
+
+def test_met_01_recomputing_after_preemption_is_no_hit() -> None:
+    scheduler = make_scheduler([full(4)], 13, log_stats=True)
+    driver = Driver(scheduler)
+    driver.add("a", prompt(15), max_tokens=12)
+    driver.add("b", prompt(15, 1), max_tokens=12)
+    queries = hits = preempted_hits = preemptions = 0
+    for _ in range(60):
+        driver.schedule()
+        for message in driver.apply().values():
+            stats = message.scheduler_stats
+            if stats is not None:
+                queries += stats.prefix_cache_stats.queries
+                hits += stats.prefix_cache_stats.hits
+                preempted_hits += stats.prefix_cache_stats.preempted_hits
+                preemptions += stats.num_preempted_reqs
+    assert preemptions == 1
+    assert (queries, hits) == (30, 0)
+    assert preempted_hits > 0
+
+
+def test_met_02_retries_of_an_admission_count_once() -> None:
+    scheduler = make_scheduler([full(4)], 31, log_stats=True)
+    driver = Driver(scheduler)
+    driver.add("warm", prompt(48), max_tokens=1)
+    driver.run()
+    scheduler.make_stats()
+    driver.add("blocker", prompt(60, 9), max_tokens=9)
+    driver.step()
+    driver.add("a", [*prompt(48), *prompt(52, 5)], max_tokens=1)
+    for _ in range(5):
+        driver.step()
+    assert len(scheduler.waiting) == 1
+    scheduler.finish_requests("blocker", RequestStatus.FINISHED_ABORTED)
+    scheduler.kv_cache_manager.prefix_cache_stats.__init__()  # type: ignore[misc, union-attr]
+    driver.schedule()
+    stats = scheduler.make_stats()
+    assert stats is not None
+    assert stats.prefix_cache_stats.requests == 1
+    assert stats.prefix_cache_stats.queries == 100
+    assert stats.prefix_cache_stats.hits <= 48
+
+
+def test_met_02_a_connector_that_is_not_ready_counts_nothing() -> None:
+    driver, connector, _ = with_connector(40, log_stats=True)
+    connector.remember(prompt(16))
+    connector.not_ready.add("a")
+    driver.add("a", prompt(20), max_tokens=1)
+    for _ in range(3):
+        driver.schedule()
+        driver.apply()
+        assert driver.scheduler.connector_prefix_cache_stats.requests == 0  # type: ignore[union-attr]
+    assert driver.scheduler.deferred_loads == ["a"]
+    connector.not_ready.clear()
+    driver.schedule()
+    stats = driver.scheduler.connector_prefix_cache_stats
+    assert stats is not None
+    assert (stats.requests, stats.queries, stats.hits) == (1, 20, 16)
+    driver.apply()
+    driver.run()
+    driver.assert_at_rest()
+
+
+def test_met_04_figures_of_a_prefill_are_never_negative() -> None:
+    from vllm.v1.metrics.stats import PrefillStats
+
+    stats = PrefillStats()
+    stats.set(100, 768, 8448)
+    assert (stats.num_local_cached_tokens, stats.num_external_cached_tokens) == (100, 0)
+    stats.set(100, -5, 40)
+    assert (stats.num_cached_tokens, stats.num_computed_tokens) == (40, 60)
+
+
+def test_met_07_a_decode_node_reports_the_hits_of_the_prefill_side() -> None:
+    driver, connector, _ = with_connector(40)
+    connector.remember(prompt(100))
+    params = {"kv_transfer_params": {"do_remote_prefill": True, "remote_prefill_cached_tokens": 0}}
+    driver.add("cold", prompt(100), max_tokens=1, extra_args=params)
+    driver.run()
+    figures = driver.ends["cold"].prefill_stats
+    assert figures is not None
+    assert figures.num_cached_tokens == 0
+
+
+def test_met_07_the_prefill_side_tells_its_hits_with_the_transfer() -> None:
+    driver, connector, _ = with_connector(40)
+    driver.add("warm", prompt(20), max_tokens=1)
+    driver.run()
+    connector.store.clear()
+    original = connector.request_finished_all_groups
+    connector.request_finished_all_groups = lambda request, ids: (original(request, ids)[0], {"x": 1})  # type: ignore[method-assign]
+    driver.add("again", prompt(20), max_tokens=1)
+    driver.run()
+    assert driver.ends["again"].kv_transfer_params == {"x": 1, "remote_prefill_cached_tokens": 16}
+
+
+def test_val_10_a_request_with_nan_logits_ends_alone_and_leaves_no_cache() -> None:
+    driver, connector, _ = with_connector(40, log_stats=True)
+    scheduler = driver.scheduler
+    driver.add("bad", prompt(20), max_tokens=4)
+    driver.add("good", prompt(21, 1), max_tokens=4)
+    driver.worker.corrupt.add("bad")
+    driver.schedule()
+    messages = driver.apply()
+    end = driver.ends["bad"]
+    assert end.error is not None
+    assert end.error.code == "nan_logits"
+    assert end.num_nans_in_logits > 0
+    assert messages[0].scheduler_stats.num_corrupted_reqs == 1
+    assert connector.finished["bad"][0] is RequestStatus.FINISHED_ERROR
+    driver.worker.corrupt.clear()
+    driver.run()
+    assert driver.outputs["good"] == expected_output(prompt(21, 1), 4)
+    again = make_request(scheduler, "again", prompt(20))
+    assert scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 0
+    driver.assert_at_rest()
