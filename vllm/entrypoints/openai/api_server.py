@@ -10,14 +10,15 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -85,8 +86,27 @@ def build_app(args: argparse.Namespace, engine_client: Any) -> FastAPI:
     app.add_exception_handler(HTTPException, http_exception_handler)  # type: ignore[arg-type]
     for kind in (VLLMError, EngineDeadError, Exception):
         app.add_exception_handler(kind, exception_handler)
-    _add_middleware(app, args)
+    _add_middleware(app, args, [path for router in routers for path in _paths(router)])
     return app
+
+
+def _routers(args: argparse.Namespace) -> list[APIRouter]:
+    """The routers that the flags ask for."""
+    routers = [routes.router, token_routes.router]
+    if args.enable_tokenizer_info_endpoint:
+        routers.append(routes.tokenizer_router)
+    if envs.VLLM_SERVER_DEV_MODE:
+        logger.warning(
+            "Development routes are served (VLLM_SERVER_DEV_MODE=1): never expose this server to others"
+        )
+        routers.append(dev_routes.router)
+    return [*routers, unsupported_routes.router]
+
+
+def _paths(router: APIRouter) -> Iterator[str]:
+    for route in router.routes:
+        if isinstance(route, Route):
+            yield route.path
 
 
 @contextlib.asynccontextmanager
@@ -146,7 +166,7 @@ def _model_paths(model_config: Any) -> list[BaseModelPath]:
     return [BaseModelPath(name, model_config.model) for name in names]
 
 
-def _add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
+def _add_middleware(app: FastAPI, args: argparse.Namespace, paths: Sequence[str]) -> None:
     """The layer that is added last is the outermost."""
     keys = [key for key in args.api_key or [envs.VLLM_API_KEY] if key]
     if keys:
@@ -167,16 +187,9 @@ def _add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
         app.add_middleware(LoadMiddleware, load=app.state.serving.load)
     if args.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware, new_id=random_uuid)
-    app.add_middleware(HttpMetricsMiddleware, metrics=HttpMetrics(sorted(_paths(app))))
+    app.add_middleware(HttpMetricsMiddleware, metrics=HttpMetrics(paths))
     for path in args.middleware:
         _add_custom_middleware(app, path)
-
-
-def _paths(app: FastAPI) -> Iterator[str]:
-    for route in app.routes:
-        path = vars(route).get("path")
-        if isinstance(path, str):
-            yield path
 
 
 def _add_custom_middleware(app: FastAPI, path: str) -> None:

@@ -74,7 +74,7 @@ async def reset_prefix_cache(
     except Exception as error:
         logger.warning("Resetting the prefix cache failed: %s", error)
         report = {"success": False, "reason": str(error)}
-    return JSONResponse({"reason": None, **report})
+    return JSONResponse({**report, "reason": report.get("reason") or None})
 
 
 @router.post("/reset_mm_cache")

@@ -37,7 +37,8 @@ _TYPES = {
     503: "ServiceUnavailableError",
 }
 _ADDRESS = re.compile(r"\s*(?:\bat\s+)?0x[0-9a-fA-F]{6,}")
-_PATH = re.compile(r"""(?<![\w/:.])/(?:[\w.+@-]+/)+[\w.+@-]+""")
+# An absolute path of at least two parts; the server's own routes are no secret.
+_PATH = re.compile(r"(?<![\w/:.])/(?!v\d/|inference/)(?:[\w.+@-]+/)+[\w.+@-]+")
 
 
 class ErrorInfo(BaseModel):
@@ -111,13 +112,19 @@ def describe_validation(errors: Iterable[Mapping[str, Any]]) -> str:
     entries = list(errors)
     lines = []
     for entry in entries[:VALIDATION_ENTRIES_MAX]:
-        name = _field(entry.get("loc", ()))
-        shown = repr(entry.get("input"))
-        value = "" if entry.get("type") in ("missing", "json_invalid") else f" (got {shown[:80]})"
-        lines.append(f"{name}: {entry.get('msg')}{value}" if name else str(entry.get("msg")))
+        lines.append(_describe_entry(entry))
     if len(entries) > VALIDATION_ENTRIES_MAX:
         lines.append(f"and {len(entries) - VALIDATION_ENTRIES_MAX} more")
     return "; ".join(lines)
+
+
+def _describe_entry(entry: Mapping[str, Any]) -> str:
+    if entry.get("type") == "json_invalid":
+        detail = entry.get("ctx", {}).get("error", entry.get("msg"))
+        return f"the request body is not valid JSON: {detail}"
+    name = _field(entry.get("loc", ()))
+    value = "" if entry.get("type") == "missing" else f" (got {repr(entry.get('input'))[:80]})"
+    return f"{name}: {entry.get('msg')}{value}" if name else f"{entry.get('msg')}{value}"
 
 
 def to_http_response(body: ErrorResponse) -> JSONResponse:

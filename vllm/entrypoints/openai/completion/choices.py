@@ -49,34 +49,31 @@ class ChoiceFormat:
 
 @dataclass
 class LogprobsWriter:
-    """Turns positions into the parallel lists of the reply; remembers the offset of the next token's text."""
+    """Turns positions into the parallel lists of the reply; remembers the offset of the next token's text.
+
+    `first_text`: text of the first prompt token, which has no log probability and so comes without its text.
+    """
 
     form: ChoiceFormat
+    first_text: str = ""
     offset: int = 0
 
     def write(
-        self,
-        token_ids: Sequence[int],
-        positions: Sequence[LogprobsOnePosition | None],
-        hide_special: bool = True,
+        self, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition | None]
     ) -> CompletionLogProbs:
         """The entries of these tokens."""
         body = CompletionLogProbs()
         for token_id, position in zip(token_ids, positions, strict=False):
-            self._write_one(body, token_id, position, hide_special)
+            self._write_one(body, token_id, position)
         return body
 
     def _write_one(
-        self,
-        body: CompletionLogProbs,
-        token_id: int,
-        position: LogprobsOnePosition | None,
-        hide_special: bool,
+        self, body: CompletionLogProbs, token_id: int, position: LogprobsOnePosition | None
     ) -> None:
         entry = position.get(token_id) if position else None
-        text = entry.decoded_token if entry is not None and entry.decoded_token is not None else ""
+        text = self.first_text if entry is None else entry.decoded_token or ""
         body.text_offset.append(self.offset)
-        if not (hide_special and token_id in self.form.special_ids):
+        if token_id not in self.form.special_ids:
             self.offset += len(text)
         body.tokens.append(self._name(token_id, text))
         body.token_logprobs.append(None if entry is None else max(entry.logprob, LOGPROB_MIN))
@@ -100,19 +97,23 @@ class LogprobsWriter:
 
 @dataclass
 class ChoiceBuilder:
-    """One sample of one prompt. `text_of_prompt` is echoed in front of the first delta."""
+    """One sample of one prompt. `text_of_prompt` is echoed in front of the first delta.
+
+    `keeps_output` False: what is generated is not shown. `first_text`: as in `LogprobsWriter`.
+    """
 
     index: int
     form: ChoiceFormat
     prompt: RenderedPrompt
     text_of_prompt: str
     keeps_output: bool = True
+    first_text: str = ""
     _started: bool = False
     _token_ids: list[int] = field(default_factory=list)
     _positions: list[LogprobsOnePosition] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._writer = LogprobsWriter(self.form)
+        self._writer = LogprobsWriter(self.form, self.first_text)
 
     def delta(
         self, completion: CompletionOutput, output: RequestOutput

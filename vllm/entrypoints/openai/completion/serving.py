@@ -42,6 +42,8 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 DEFAULT_MAX_TOKENS = 16
+# How a tokenizer shows a piece of a character.
+REPLACEMENT = "\ufffd"
 
 Outputs = Primed[tuple[int, RequestOutput]]
 
@@ -137,21 +139,22 @@ class OpenAIServingCompletion(OpenAIServing):
         form = ChoiceFormat.of(request, self.tokens_as_ids(request), tokenizer)
         builders = {}
         for prompt_index, prompt in enumerate(rendered):
-            text = self._prompt_text(request, prompt) if request.echo else ""
+            text, first = self._echoed_texts(request, prompt) if request.echo else ("", "")
             for sample in range(request.n):
                 index = prompt_index * request.n + sample
-                builders[index] = ChoiceBuilder(index, form, prompt, text, not request.is_scoring)
+                builders[index] = ChoiceBuilder(index, form, prompt, text, not request.is_scoring, first)
         return builders
 
-    def _prompt_text(self, request: CompletionRequest, prompt: RenderedPrompt) -> str:
-        if prompt.text is not None:
-            return prompt.text
+    def _echoed_texts(self, request: CompletionRequest, prompt: RenderedPrompt) -> tuple[str, str]:
+        """Text of the prompt, and of its first token."""
         tokenizer = self.renderer.tokenizer
         if tokenizer is None:
-            return ""
-        return str(
-            tokenizer.decode(prompt.token_ids, skip_special_tokens=request.skip_special_tokens is not False)
-        )
+            return prompt.text or "", ""
+        first = str(tokenizer.decode(prompt.token_ids[:1])).rstrip(REPLACEMENT)
+        if prompt.text is not None:
+            return prompt.text, first
+        hides = request.skip_special_tokens is not False
+        return str(tokenizer.decode(prompt.token_ids, skip_special_tokens=hides)), first
 
     # --- replies ------------------------------------------------------------------------------------------------
 
