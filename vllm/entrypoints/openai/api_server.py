@@ -72,16 +72,9 @@ def build_app(args: argparse.Namespace, engine_client: Any) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.serving = build_state(args, engine_client)
-    app.include_router(routes.router)
-    app.include_router(token_routes.router)
-    if args.enable_tokenizer_info_endpoint:
-        app.include_router(routes.tokenizer_router)
-    if envs.VLLM_SERVER_DEV_MODE:
-        logger.warning(
-            "Development routes are served (VLLM_SERVER_DEV_MODE=1): never expose this server to others"
-        )
-        app.include_router(dev_routes.router)
-    app.include_router(unsupported_routes.router)
+    routers = _routers(args)
+    for router in routers:
+        app.include_router(router)
     app.add_exception_handler(RequestValidationError, validation_exception_handler)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, http_exception_handler)  # type: ignore[arg-type]
     for kind in (VLLMError, EngineDeadError, Exception):
