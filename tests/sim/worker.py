@@ -103,6 +103,7 @@ class SimWorker:
             self.ghosts.discard(request_id)
         for request_id in output.preempted_req_ids or ():
             self.requests.pop(request_id, None)
+            self.ghosts.discard(request_id)
         for new in output.scheduled_new_reqs:
             self._add(new)
         cached = output.scheduled_cached_reqs
