@@ -40,7 +40,7 @@ from vllm.v1.simple_kv_offload.records import (
 )
 from vllm.v1.simple_kv_offload.reporting import StatsReporter
 from vllm.v1.simple_kv_offload.store_policy import StoreRequestState, find_endangered, select_endangered
-from vllm.v1.simple_kv_offload.store_side import StoreSide
+from vllm.v1.simple_kv_offload.store_side import StoreSettings, StoreSide
 from vllm.v1.simple_kv_offload.tier import Tier, TierGeometry
 from vllm.v1.simple_kv_offload.views import ManagerViews
 
@@ -93,6 +93,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self.hash_block_size = hash_block_size
         self.promises = Promises(self.tier, scheduler_block_size, hash_block_size)
         self.expected_worker_count: int = vllm_config.parallel_config.world_size
+        self.max_steps_in_flight: int = vllm_config.max_concurrent_batches
         self.target_free = estimate_lazy_target_blocks(
             kv_cache_config,
             vllm_config.scheduler_config.max_num_batched_tokens,
@@ -109,7 +110,14 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         """Called once, before any request: the pool whose blocks are copied."""
         check(self._store_side is None, "the device block pool is already bound")
         self._store_side = StoreSide(
-            self.tier, gpu_block_pool, self.hash_block_size, self.expected_worker_count
+            self.tier,
+            gpu_block_pool,
+            StoreSettings(
+                self.hash_block_size,
+                self.expected_worker_count,
+                self.max_steps_in_flight,
+                is_eager=not self.lazy_offload,
+            ),
         )
         self._load_side = LoadSide(self.tier, gpu_block_pool, self.promises)
 
@@ -144,10 +152,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """The request was admitted with so many of the promised tokens; called again with 0 later."""
-        if self.lazy_offload:
-            self.store_side.know(request)
-        else:
-            self.store_side.track(request)
+        self.store_side.track(request)
         if num_external_tokens > 0:
             self.load_side.accept(request, blocks, num_external_tokens)
             self.reporter.accepted(num_external_tokens)
@@ -172,12 +177,12 @@ class SimpleCPUOffloadScheduler(ManagerViews):
 
     def plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         """Plan what the policy wants copied in this step."""
+        self.store_side.begin_step(scheduler_output)
+        self.store_side.settle(scheduler_output.num_scheduled_tokens)
         if self.lazy_offload:
-            self.store_side.settle(scheduler_output.num_scheduled_tokens)
             self._plan_endangered()
-            return
-        self.store_side.update_tables(scheduler_output)
-        self.store_side.plan_step(scheduler_output)
+        else:
+            self.store_side.plan_step(scheduler_output)
 
     def _plan_endangered(self) -> None:
         """Copy cached blocks before they are handed out; they stay out of reach until that is done.

@@ -33,6 +33,16 @@ from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer, TransferState
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """What stays the same: the workers' number, steps that may be in flight together, and the policy."""
+
+    hash_block_size: int
+    num_ranks: int
+    max_steps_in_flight: int
+    is_eager: bool
+
+
 class StoreSide:
     """Plans stores during a step, submits them with it, ends them when all ranks have reported.
 
@@ -40,48 +50,62 @@ class StoreSide:
     stores in flight are bounded by the slots of the tier.
     """
 
-    def __init__(self, tier: Tier, device: BlockPool, hash_block_size: int, expected_reports: int) -> None:
+    def __init__(self, tier: Tier, device: BlockPool, settings: StoreSettings) -> None:
         self.in_flight: set[BlockHashWithGroupId] = set()
         self.unsettled: set[BlockHashWithGroupId] = set()
-        self.stores = Stores(device, tier, self.in_flight, self.unsettled, hash_block_size)
+        self.stores = Stores(device, tier, self.in_flight, self.unsettled, settings.hash_block_size)
         self.states: dict[str, StoreRequestState] = {}
         self.requests: dict[str, Request] = {}
         self.planned: list[Transfer] = []
-        self.table = StoreTable(expected_reports)
+        self.table = StoreTable(settings.num_ranks)
         self.boundary = BoundaryStores()
         self.patrol = HolePatrol()
         self.ledger = StoreLedger()
         self._tier = tier
+        self._settings = settings
+        self._step = 0
+        # Keys that ended or preempted requests left unsettled, with the step from which on they are settled.
+        self._left_behind: list[tuple[int, set[BlockHashWithGroupId]]] = []
         self._num_groups = len(tier.config.kv_cache_groups)
         self._stable = stable_groups(tier)
 
     # -- tracking -----------------------------------------------------------------------------
 
-    def know(self, request: Request) -> None:
-        """The request takes part in steps from now on, until it ends."""
-        self.requests[request.request_id] = request
-
     def track(self, request: Request) -> None:
-        """Store this request's blocks as they get confirmed, until it ends."""
-        self.know(request)
-        if request.request_id not in self.states:
+        """The request takes part in steps from now on, until it ends; eager mode stores its blocks meanwhile."""
+        self.requests[request.request_id] = request
+        if self._settings.is_eager and request.request_id not in self.states:
             self._new_state(request)
 
     def settle(self, scheduled: Mapping[str, int]) -> None:
         """Find out anew what steps in flight, and the one being built, are still to compute."""
         self.unsettled.clear()
         self.unsettled.update(unsettled_keys(self.stores, self.requests.values(), scheduled))
+        self._left_behind = [entry for entry in self._left_behind if entry[0] > self._step]
+        for _, keys in self._left_behind:
+            self.unsettled |= keys
 
-    def update_tables(self, output: SchedulerOutput) -> None:
+    def _leave_behind(self, request: Request) -> None:
+        """The request lets go of its blocks; what its steps in flight were to compute stays unsettled with them."""
+        if not self.unsettled:
+            return
+        keys = self.unsettled.intersection(keys_between(self.stores, request, 0, request.num_tokens))
+        if keys:
+            self._left_behind.append((self._step + self._settings.max_steps_in_flight, keys))
+
+    def begin_step(self, output: SchedulerOutput) -> None:
         """Follow the block tables of the step; a preempted request starts over."""
+        self._step += 1
         for req_id in sorted(output.preempted_req_ids or ()):
+            if req_id in self.requests:
+                self._leave_behind(self.requests[req_id])
             if req_id in self.states:
                 self.states[req_id].replace_table(())
         for req_id, block_ids, is_full_table in yield_req_data(output):
             state = self.states.get(req_id)
             if state is None:
                 # Forgotten by a reset, but still running: its later blocks are stored again.
-                if req_id not in self.requests:
+                if not self._settings.is_eager or req_id not in self.requests:
                     continue
                 state = self._new_state(self.requests[req_id])
             if is_full_table:
@@ -98,7 +122,6 @@ class StoreSide:
 
     def plan_step(self, output: SchedulerOutput) -> None:
         """Plan the confirmed blocks of the scheduled requests and the state hand-offs of the step."""
-        self.settle(output.num_scheduled_tokens)
         block_state = output.kv_connector_block_state
         hand_offs = dict(block_state.boundary_state_offloads) if block_state is not None else {}
         preempted = output.preempted_req_ids or set()
@@ -197,7 +220,9 @@ class StoreSide:
 
     def forget_request(self, request_id: str) -> None:
         """Drop everything tracked of a request. Its stores in flight go on."""
-        self.requests.pop(request_id, None)
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._leave_behind(request)
         state = self.states.pop(request_id, None)
         if state is not None:
             state.finished = True
