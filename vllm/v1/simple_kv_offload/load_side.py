@@ -101,12 +101,15 @@ class LoadSide:
         metadata.load_event_to_reqs = {event: [load.request.request_id for load in fresh]}
 
     def _take_lost(self) -> dict[int, list[str]]:
-        """The requests of the loads that a rank never received; that rank reports them as failed."""
+        """The requests of the loads that a rank never received; that rank reports them as failed.
+
+        Told in every step until the loads have ended: the step that tells it may fail as well.
+        """
         lost: dict[int, list[str]] = {}
         for request_id, load in (*self.loads.items(), *self.abandoned.items()):
             if load.event is not None and load.event in self.lost_events:
                 lost.setdefault(load.event, []).append(request_id)
-        self.lost_events.clear()
+        self.lost_events.intersection_update(lost)
         return lost
 
     def finish_request(self, request_id: str) -> None:
