@@ -76,27 +76,34 @@ def _fine_run(
 ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
     """The longest run whose last block may be used in part, and its length in tokens.
 
-    `block_hashes` has one hash per hash unit. A block that is cached in full also serves any shorter end.
+    `block_hashes` has one hash per hash unit. A cached block, whole or in part, also serves any shorter end.
     """
+    length = round_down(max_length, pool.hash_block_size)
+    columns: list[list[KVCacheBlock]] = []
+    for group_id in group_ids:
+        blocks, reach = _fine_run_of_group(block_hashes, length, group_id, pool, block_size)
+        columns.append(blocks)
+        length = min(length, reach)
+    return tuple(columns), length
+
+
+def _fine_run_of_group(
+    block_hashes: Sequence[BlockHash], length: int, group_id: int, pool: BlockPool, block_size: int
+) -> tuple[list[KVCacheBlock], int]:
+    """One group's run up to the block in which `length` lies, and how far it reaches, perhaps beyond `length`."""
     unit = pool.hash_block_size
     by_block = BlockHashListWithBlockSize(block_hashes, unit, block_size)
-    num_whole = max_length // block_size
-    columns = pool.find_run(by_block[: num_whole + 1], group_ids)
-    limit = round_down(max_length, unit)
-    if len(columns[0]) > num_whole:
-        if limit % block_size == 0:
-            for blocks in columns:
-                blocks.pop()
-        return columns, limit
-    start = len(columns[0]) * block_size
-    last = min(start + block_size - unit, limit, len(block_hashes) * unit)
+    (blocks,) = pool.find_run(by_block[: cdiv(length, block_size)], (group_id,))
+    start = len(blocks) * block_size
+    if start >= length:
+        return blocks, start
+    last = min(start + block_size - unit, len(block_hashes) * unit)
     for position in range(last, start, -unit):
-        tails = pool.get_cached_block(block_hashes[position // unit - 1], group_ids)
-        if tails is not None:
-            for blocks, tail in zip(columns, tails, strict=True):
-                blocks.append(tail)
-            return columns, position
-    return columns, start
+        tail = pool.get_cached_block(block_hashes[position // unit - 1], (group_id,))
+        if tail is not None:
+            blocks += tail
+            return blocks, position
+    return blocks, start
 
 
 class SinkFullAttentionManager(FullAttentionManager):
