@@ -1,8 +1,8 @@
 """Tokenizers behind one protocol.  Layer L7.
 
-Owns how a tokenizer is found and opened: `tokenizer.json` straight through the `tokenizers` library, everything
-else through transformers. Must not know requests, streaming or chat rendering. Tokenizers here are never changed
-after they were opened, so one object may be used from several threads at once.
+Owns how a tokenizer is found and opened: `tokenizer.json` or the metadata of a GGUF file straight through the
+`tokenizers` library, everything else through transformers. Must not know requests, streaming or chat rendering.
+Tokenizers here are never changed after they were opened, so one object may be used from several threads at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from vllm.logger import init_logger
+from vllm.transformers_utils.config import find_gguf_file
+from vllm.transformers_utils.gguf_metadata import read_gguf_header
+from vllm.transformers_utils.tokenizer_gguf import tokenizer_from_gguf
 
 logger = init_logger(__name__)
 
@@ -249,6 +252,9 @@ def get_tokenizer(
         file = find_file(name, TOKENIZER_FILE, revision, download_dir)
         if file is not None:
             return open_fast(file, name, revision, download_dir)
+        gguf_file = find_gguf_file(name)
+        if gguf_file is not None:
+            return FastTokenizer(*tokenizer_from_gguf(read_gguf_header(gguf_file).metadata, name), name)
     return _open_with_transformers(name, tokenizer_mode, trust_remote_code, revision, download_dir, kwargs)
 
 
@@ -289,7 +295,7 @@ def find_file(
     name: str, filename: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path | None:
     """Path of one file of a local directory or of a Hugging Face repository; None if it has no such file."""
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_file():
         path = path.parent
     if path.is_dir():
