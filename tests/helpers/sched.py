@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.messages import EngineCoreOutput
@@ -75,6 +76,13 @@ def ring(capacity: int = 8) -> KVCacheSpec:
 
 def compressed(block: int = BLOCK, ratio: int = 4) -> KVCacheSpec:
     return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=BF16, tokens_per_state=ratio)
+
+
+def replayed_window(block: int = BLOCK, size: int = 8) -> KVCacheSpec:
+    """A window that no cache keeps: it is computed again after a hit."""
+    return SlidingWindowMLASpec(
+        block_size=block, num_kv_heads=1, head_size=8, dtype=BF16, sliding_window=size, bounded_replay=True
+    )
 
 
 def kv_config(specs: Sequence[KVCacheSpec], num_blocks: int) -> KVCacheConfig:

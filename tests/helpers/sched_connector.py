@@ -47,6 +47,7 @@ class FakeConnector(KVConnectorBase_V1, SupportsHMA):
         self.push_work = False
         self.reset_result: bool | None = None
         self.asked: list[str] = []
+        self.local_hits: dict[str, int] = {}
         self.finished: dict[str, tuple[RequestStatus, tuple[list[int], ...]]] = {}
         self.allocations: list[tuple[str, int]] = []
         self._orders = Orders()
@@ -65,6 +66,7 @@ class FakeConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self.asked.append(request.request_id)
+        self.local_hits[request.request_id] = num_computed_tokens
         assert num_computed_tokens % self.block_size == 0
         if request.request_id in self.not_ready:
             return None, False
@@ -84,9 +86,8 @@ class FakeConnector(KVConnectorBase_V1, SupportsHMA):
         self.allocations.append((request.request_id, num_external_tokens))
         if num_external_tokens == 0:
             return
-        total = request.num_computed_tokens if request.num_computed_tokens else 0
-        first = total - num_external_tokens
-        tokens = list(request.all_token_ids)[:total]
+        first = self.local_hits[request.request_id]
+        tokens = list(request.all_token_ids)[: first + num_external_tokens]
         self._orders.loads.append(
             Load(request.request_id, blocks.get_block_ids(), self.groups, tokens, first)
         )

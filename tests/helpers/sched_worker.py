@@ -45,6 +45,7 @@ class Row:
     num_prompt: int = 0
     stamps: list[int] = field(default_factory=list)
     tainted: bool = False
+    replay_start: int = 0
 
     def stamp(self, position: int) -> int:
         if len(self.stamps) <= position:
@@ -96,6 +97,7 @@ class FakeWorker:
             new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids or ()
         )
         self.rows[new.req_id] = Row(tokens, [list(ids) for ids in new.block_ids], new.prompt_len)
+        self.rows[new.req_id].replay_start = new.replay_start
         assert new.num_computed_tokens < len(tokens)
 
     def _extend(self, cached: CachedRequestData) -> None:
@@ -135,6 +137,8 @@ class FakeWorker:
         first = 0
         if isinstance(spec, SlidingWindowSpec):
             first = max(0, start - spec.sliding_window + 1)
+            if not spec.prefix_cacheable:
+                first = max(first, row.replay_start)  # what lies before a replay is not read
         for position in range(first, start):
             self._check(row, table[position // size], position % size, position)
         for position in range(start, end):

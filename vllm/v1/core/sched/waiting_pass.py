@@ -160,6 +160,7 @@ class WaitingPass(Results):
         if num_new <= 0:
             return Verdict.STOP
         end = hit.num_computed + num_new
+        request.replay_start = hit.replay_start
         blocks = self.kv_cache_manager.allocate_slots(
             request,
             # Tokens that are only replayed have their slots already.
@@ -173,7 +174,7 @@ class WaitingPass(Results):
         )
         if blocks is None:
             return Verdict.MISFIT
-        request.num_computed_tokens, request.replay_start = hit.num_computed, hit.replay_start
+        request.num_computed_tokens = hit.num_computed
         request.num_hash_offered_tokens = min(max(end, hit.num_cached), request.num_tokens)
         if hit.num_external:
             plan.sync_loads[request.request_id] = hit.num_local
