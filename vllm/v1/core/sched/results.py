@@ -358,6 +358,7 @@ class Results(Upkeep):
             logger.warning("A load of request %s has ended which nobody waits for", request_id)
             return
         request = self.requests[request_id]
+        request.num_load_failures += failed
         if request.is_finished():
             self._remote.forget(request)
             self._release_finished(request)
