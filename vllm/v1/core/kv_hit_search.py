@@ -64,7 +64,7 @@ class HitBatch:
 
     def drop_unit(self, geometry: HitGeometry) -> int:
         """Tokens that the EAGLE drop gives back: 0 for groups that do not drop."""
-        if not self.drop:
+        if not self.drop or not self.manager_class.can_give_back_a_block:
             return 0
         fine = self.manager_class.supports_fine_grained_hash_lookup
         return min(self.block_size, geometry.alignment_tokens) if fine else self.block_size

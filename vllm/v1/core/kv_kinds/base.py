@@ -49,6 +49,8 @@ class SingleTypeKVCacheManager(ABC):
     """A hit may end inside a block."""
     retains_longer_hit: ClassVar[bool] = False
     """Any shorter prefix of a hit is a hit too, so it can be trimmed without searching again."""
+    can_give_back_a_block: ClassVar[bool] = True
+    """With the EAGLE drop a search gives its last matched block back; a kind that cannot be rewound does not."""
     supports_prefix_lookup: ClassVar[bool] = True
     """Blocks may be found by hash at all."""
     supports_retention: ClassVar[bool] = False

@@ -35,6 +35,7 @@ class MambaManager(SingleTypeKVCacheManager):
 
     supports_fine_grained_hash_lookup = True
     supports_retention = True
+    can_give_back_a_block = False
 
     def __init__(
         self,
