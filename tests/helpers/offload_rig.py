@@ -1,0 +1,540 @@
+"""An engine in miniature for offload tests: real scheduler, KV manager, connector halves and torch memory.
+
+Only the model is fake: it writes, for every token slot, bytes that depend on the whole prefix, and checks before each
+forward that every slot it is to read holds the right ones. Copies happen when the test says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.helpers.sched import ManualClock, NoGrammar
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_event_publisher import EventPublisher
+from vllm.distributed.kv_event_types import EventBatch, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
+    SimpleCPUOffloadConnector,
+)
+from vllm.outputs import RequestError
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_hash import make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
+from vllm.v1.core.kv_cache_sizes import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.simple_kv_offload.copy_backends.base import CopyJob, Regions
+from vllm.v1.simple_kv_offload.copy_backends.host_copy import HostCopier
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
+from vllm.v1.worker.kv_connector_step import ActiveKVConnector
+
+BLOCK = 4
+STEP_FAILED = RequestError("step_failed", "the step failed")
+
+
+@dataclass(frozen=True)
+class Byte:
+    """Stands for a dtype of one byte."""
+
+    itemsize: int = 1
+
+
+def full(block: int = BLOCK) -> KVCacheSpec:
+    return FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=4, dtype=Byte())
+
+
+def window(block: int = BLOCK, size: int = 8) -> KVCacheSpec:
+    return SlidingWindowSpec(block_size=block, num_kv_heads=1, head_size=4, dtype=Byte(), sliding_window=size)
+
+
+def mamba(block: int = BLOCK) -> KVCacheSpec:
+    return MambaSpec(block, ((8 * block,),), (Byte(),), mamba_cache_mode="align")
+
+
+def ring(capacity: int = BLOCK) -> KVCacheSpec:
+    return CircularBufferSpec(
+        block_size=capacity, num_kv_heads=1, head_size=4, dtype=Byte(), dcp_sharded=False
+    )
+
+
+def prefix_bytes(tokens: Sequence[int], place: str, size: int) -> torch.Tensor:
+    """The bytes that belong where a prefix ends: a function of all its tokens."""
+    digest = hashlib.shake_128(repr((list(tokens), place)).encode()).digest(size)
+    return torch.frombuffer(bytearray(digest), dtype=torch.int8)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The fake model's choice."""
+    return 100 + int.from_bytes(hashlib.sha256(repr(list(tokens)).encode()).digest()[:2], "big") % 400
+
+
+class HeldMover:
+    """A copy backend that copies when the test says so, and fails what the test wants to fail."""
+
+    def __init__(self, device: Regions, tier: Regions) -> None:
+        self._copier = HostCopier(device, tier)
+        self.jobs: list[CopyJob] = []
+        self.launched: list[CopyJob] = []
+        self.fail_next: list[Exception] = []
+        self.closed = False
+
+    def launch_copy(
+        self,
+        src_blocks: Sequence[int],
+        dst_blocks: Sequence[int],
+        is_store: bool,
+        event_idx: int,
+        events_list: list[Any],
+        wait_event: Any = None,
+    ) -> None:
+        job = CopyJob(tuple(src_blocks), tuple(dst_blocks), is_store, event_idx)
+        events_list.append((event_idx, job.result))
+        self.jobs.append(job)
+        self.launched.append(job)
+
+    def release(self, count: int | None = None, *, loads: bool = True, stores: bool = True) -> None:
+        """Carry out the oldest jobs (all of the wanted directions by default)."""
+        wanted = [job for job in self.jobs if (stores if job.is_store else loads)]
+        for job in wanted[:count]:
+            self.jobs.remove(job)
+            if self.fail_next:
+                job.result.resolve(self.fail_next.pop(0))
+                continue
+            self._copier.wait_and_copy(job)
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+
+class Captured(EventPublisher):
+    """Keeps every published event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[KVCacheEvent] = []
+
+    def publish(self, events: EventBatch) -> None:
+        self.events.extend(events.events)
+
+    def shutdown(self) -> None:
+        return
+
+
+def rig_config(
+    *,
+    ranks: int = 1,
+    block: int = BLOCK,
+    max_num_batched_tokens: int = 64,
+    max_num_seqs: int = 8,
+    policy: str = "recompute",
+    events: bool = False,
+    caching: bool = True,
+    looks_ahead: bool = False,
+    speculative: Any = None,
+    extra: dict[str, Any] | None = None,
+) -> VllmConfig:
+    """A real config around a model that exists only in name."""
+    model = SimpleNamespace(
+        max_model_len=512, original_max_model_len=512, is_hybrid=False, is_attention_free=False,
+        is_encoder_decoder=False, is_multimodal_model=False, multimodal_config=None, runner_type="generate",
+        skip_tokenizer_init=True, supports_kv_cache_grouping=False, enforce_eager=True, use_mla=False,
+        dtype=None, quantization=None, uses_mrope=False,
+    )  # fmt: skip
+    config = VllmConfig(
+        model_config=model,  # type: ignore[arg-type]
+        cache_config=CacheConfig(block_size=block, enable_prefix_caching=caching),
+        scheduler_config=SchedulerConfig(
+            max_model_len=512,
+            is_encoder_decoder=False,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+            async_scheduling=looks_ahead,
+        ),
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="SimpleCPUOffloadConnector",
+            kv_role="kv_both",
+            engine_id="rig",
+            kv_connector_extra_config=extra or {},
+            kv_load_failure_policy=policy,  # type: ignore[arg-type]
+        ),
+        speculative_config=speculative,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
+    )
+    config.cache_config.kv_cache_layout = "BLHNC"
+    config.parallel_config.world_size = ranks
+    return config
+
+
+@dataclass
+class _Row:
+    """What the fake workers keep of a request."""
+
+    tokens: list[int]
+    tables: list[list[int]]
+
+
+@dataclass
+class Rig:
+    """See the module. `host_blocks` counts the null slot; `held=False` copies on real threads instead."""
+
+    specs: Sequence[KVCacheSpec] = ()
+    device_blocks: int = 32
+    host_blocks: int = 32
+    lazy: bool = False
+    ranks: int = 1
+    held: bool = True
+    events: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    config_changes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        init_none_hash(sha256)
+        self.specs = list(self.specs) or [full()]
+        extra = {"num_cpu_blocks": self.host_blocks, "lazy_offload": self.lazy, **self.extra}
+        self.config = rig_config(
+            ranks=self.ranks,
+            block=self.specs[0].block_size,
+            events=self.events,
+            extra=extra,
+            **self.config_changes,
+        )
+        self.config.cache_config.num_gpu_blocks = self.device_blocks
+        groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(self.specs)]
+        self.kv_config = DefaultKVCacheConfigBuilder().get_kv_cache_config_from_groups(
+            self.config, groups, self.device_blocks
+        )
+        block_size, hash_size = resolve_kv_cache_block_sizes(self.kv_config, self.config)
+        self.kv_config.hash_block_size = hash_size
+        self.kv_config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            self.kv_config, self.config, block_size, hash_size
+        )
+        self.hash_block_size = hash_size
+        self.hasher = get_request_block_hasher(hash_size, sha256)
+        self.publisher = Captured()
+        self.clock = ManualClock()
+        scheduler_cls = AsyncScheduler if self.config.scheduler_config.async_scheduling else Scheduler
+        self.scheduler = scheduler_cls(
+            vllm_config=self.config,
+            kv_cache_config=self.kv_config,
+            structured_output_manager=NoGrammar(),  # type: ignore[arg-type]
+            block_size=block_size,
+            hash_block_size=hash_size,
+            clock=self.clock,
+            event_publisher=self.publisher,
+        )
+        connector = self.scheduler.connector
+        assert isinstance(connector, SimpleCPUOffloadConnector)
+        self.connector = connector
+        self.aggregator = KVOutputAggregator.from_connector(connector, self.ranks)
+        self.memories = [self._allocate() for _ in range(self.ranks)]
+        self.workers = [self._make_worker(rank) for rank in range(self.ranks)]
+        self.rows: dict[str, _Row] = {}
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.ends: dict[str, Any] = {}
+        self.steps: list[SchedulerOutput] = []
+        self._next_id = 0
+
+    # --- construction ---------------------------------------------------------------------------------------------
+
+    def _allocate(self) -> dict[str, torch.Tensor]:
+        """One allocation, and per layer the raw view [blocks, page bytes]."""
+        size = self.kv_config.kv_cache_tensors[0].size
+        memory = torch.full((size,), -1, dtype=torch.int8)
+        views = {}
+        for tensor in self.kv_config.kv_cache_tensors:
+            for index, name in enumerate(tensor.layers):
+                page = self.specs[int(name.removeprefix("layer"))].page_size_bytes
+                views[name] = memory.as_strided(
+                    (self.device_blocks, page), (tensor.block_stride, 1), tensor.page_start(index, 0)
+                )
+        return views
+
+    def _make_worker(self, rank: int) -> ActiveKVConnector:
+        connector = SimpleCPUOffloadConnector(self.config, KVConnectorRole.WORKER, self.kv_config)
+        connector.register_kv_caches(self.memories[rank])
+        worker = connector.worker_handler
+        assert worker is not None
+        if self.held:
+            assert worker._backend is not None
+            worker._backend.shutdown()
+            worker._backend = HeldMover(worker.gpu_kv_caches, worker.cpu_kv_caches)
+        return ActiveKVConnector(connector)
+
+    @property
+    def manager(self) -> SimpleCPUOffloadScheduler:
+        assert self.connector.scheduler_manager is not None
+        return self.connector.scheduler_manager
+
+    def worker(self, rank: int = 0) -> SimpleCPUOffloadWorker:
+        connector = self.workers[rank].kv_connector
+        assert isinstance(connector, SimpleCPUOffloadConnector)
+        assert connector.worker_handler is not None
+        return connector.worker_handler
+
+    def mover(self, rank: int = 0) -> HeldMover:
+        mover = self.worker(rank)._backend
+        assert isinstance(mover, HeldMover)
+        return mover
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def make_request(self, prompt: Sequence[int], max_tokens: int = 4, **fields: Any) -> Request:
+        """A request that is not added yet."""
+        request_id = fields.pop("request_id", f"r{self._next_id}")
+        self._next_id += 1
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        request = Request(
+            request_id, list(prompt), params, None, arrival_time=float(self._next_id), block_hasher=self.hasher,
+            **fields,
+        )  # fmt: skip
+        self.requests[request_id] = request
+        return request
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 4, **fields: Any) -> Request:
+        request = self.make_request(prompt, max_tokens, **fields)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self, *, copy: bool = True, nan: Sequence[str] = ()) -> SchedulerOutput:
+        """Schedule, run, and apply one step; with `copy`, all copies ordered so far are carried out first."""
+        output = self.scheduler.schedule()
+        self.finish_step(output, copy=copy, nan=nan)
+        return output
+
+    def finish_step(self, output: SchedulerOutput, *, copy: bool = True, nan: Sequence[str] = ()) -> None:
+        """Run and apply a step that was scheduled."""
+        self.steps.append(output)
+        sampled = self._follow_and_forward(output, copy)
+        reports = [active.finish(output.finished_req_ids) for active in self.workers]
+        req_ids = list(output.num_scheduled_tokens)
+        results: list[ModelRunnerOutput | None] = [
+            ModelRunnerOutput(
+                req_ids=list(req_ids),
+                req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
+                sampled_token_ids=[list(sampled.get(req_id, [])) for req_id in req_ids],
+                num_nans_in_logits={req_id: 7 if req_id in nan else 0 for req_id in req_ids},
+                kv_connector_output=report,
+            )
+            for report in reports
+        ]
+        result = self.aggregator.aggregate(results)
+        assert result is not None
+        self._collect(self.scheduler.update_from_output(output, result))
+
+    def fail_step(self) -> SchedulerOutput:
+        """A step whose execution raises before the forward."""
+        output = self.scheduler.schedule()
+        self.steps.append(output)
+        self._follow(output)
+        for active in self.workers:
+            active.begin(output)
+            active.abandon()
+        self._collect(self.scheduler.fail_step(output, STEP_FAILED))
+        return output
+
+    def run(self, max_steps: int = 200) -> int:
+        """Step until the engine is idle; returns the number of steps."""
+        for count in range(max_steps):
+            if not self.scheduler.has_requests():
+                return count
+            self.step()
+        raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.requests}")
+
+    def generate(self, prompt: Sequence[int], max_tokens: int = 4, **fields: Any) -> Request:
+        """Run one request to its end; its output must be what the model says without any cache."""
+        request = self.add(prompt, max_tokens, **fields)
+        self.run()
+        self.check_output(request)
+        return request
+
+    def check_output(self, request: Request) -> None:
+        """The finished request's tokens are those of an engine without caches."""
+        tokens = list(request.prompt_token_ids or ())
+        for token in self.outputs.get(request.request_id, []):
+            assert token == next_token(tokens), f"{request.request_id} went astray"
+            tokens.append(token)
+
+    def _collect(self, messages: dict[int, Any]) -> None:
+        for message in messages.values():
+            for output in message.outputs:
+                self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finished:
+                    self.ends[output.request_id] = output
+
+    # --- the fake model -------------------------------------------------------------------------------------------
+
+    def _follow_and_forward(self, output: SchedulerOutput, copy: bool) -> dict[str, list[int]]:
+        self._follow(output)
+        for active in self.workers:
+            active.begin(output)
+        for rank, memory in enumerate(self.memories):
+            self._work_on_blocks(memory, output)
+            for req_id, start, end in self._spans(output):
+                self._forward(memory, rank, self.rows[req_id], start, end)
+        for active in self.workers:
+            active.pre_forward(output, SimpleNamespace(), {})  # type: ignore[arg-type]
+            active.end_forward()
+            active.kv_connector.wait_for_save()
+        if copy and self.held:
+            for rank in range(self.ranks):
+                self.mover(rank).release()
+        elif copy:
+            for rank in range(self.ranks):
+                self.worker(rank).drain()
+        sampled = {}
+        for req_id, _, end in self._spans(output):
+            row = self.rows[req_id]
+            if end == len(row.tokens):
+                token = next_token(row.tokens)
+                row.tokens.append(token)
+                sampled[req_id] = [token]
+        return sampled
+
+    def _follow(self, output: SchedulerOutput) -> None:
+        for req_id in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
+            self.rows.pop(req_id, None)
+        for new in output.scheduled_new_reqs:
+            tokens = new.prefill_token_ids or new.prompt_token_ids or []
+            self.rows[new.req_id] = _Row(list(tokens), [list(ids) for ids in new.block_ids])
+        cached = output.scheduled_cached_reqs
+        for req_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            for table, ids in zip(self.rows[req_id].tables, added or (), strict=False):
+                table.extend(ids)
+
+    @staticmethod
+    def _spans(output: SchedulerOutput) -> list[tuple[str, int, int]]:
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return [(r, starts[r], starts[r] + count) for r, count in output.num_scheduled_tokens.items()]
+
+    def _work_on_blocks(self, memory: dict[str, torch.Tensor], output: SchedulerOutput) -> None:
+        for pages in memory.values():
+            for block in output.new_block_ids_to_zero or ():
+                pages[block] = 0
+            for source, target in output.kv_cache_block_copies or ():
+                pages[target] = pages[source]
+
+    def _forward(self, memory: dict[str, torch.Tensor], rank: int, row: _Row, start: int, end: int) -> None:
+        for group, spec in enumerate(self.specs):
+            pages, table = memory[f"layer{group}"], row.tables[group]
+            place = f"rank {rank} group {group}"
+            if isinstance(spec, CircularBufferSpec):
+                continue
+            if isinstance(spec, MambaSpec):
+                self._run_state(pages, table, spec, row.tokens, (start, end), place)
+            else:
+                self._run_attention(pages, table, spec, row.tokens, (start, end), place)
+
+    @staticmethod
+    def _run_state(
+        pages: torch.Tensor, table: list[int], spec: KVCacheSpec, tokens: list[int], span: tuple[int, int],
+        place: str,
+    ) -> None:  # fmt: skip
+        start, end = span
+        size = pages.shape[1]
+        if start:
+            page = pages[table[(start - 1) // spec.block_size]]
+            assert torch.equal(page, prefix_bytes(tokens[:start], place, size)), f"wrong state at {start}"
+        block = table[(end - 1) // spec.block_size]
+        assert block != 0, "the model writes a state to the null block"
+        pages[block] = prefix_bytes(tokens[:end], place, size)
+
+    @staticmethod
+    def _run_attention(
+        pages: torch.Tensor, table: list[int], spec: KVCacheSpec, tokens: list[int], span: tuple[int, int],
+        place: str,
+    ) -> None:  # fmt: skip
+        start, end = span
+        size = pages.shape[1] // spec.block_size
+        first = max(0, start - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
+        for position in range(first, start):
+            block, slot = table[position // spec.block_size], position % spec.block_size
+            found = pages[block, slot * size : (slot + 1) * size]
+            wanted = prefix_bytes(tokens[: position + 1], place, size)
+            assert torch.equal(found, wanted), f"wrong bytes for position {position} in block {block}"
+        for position in range(start, end):
+            block, slot = table[position // spec.block_size], position % spec.block_size
+            assert block != 0, "the model writes to the null block"
+            pages[block, slot * size : (slot + 1) * size] = prefix_bytes(tokens[: position + 1], place, size)
+
+    # --- views ----------------------------------------------------------------------------------------------------
+
+    def key(self, request: Request, index: int, group: int = 0) -> Any:
+        """The key of block `index` of a group."""
+        per_block = self.specs[group].block_size // self.hash_block_size
+        return make_block_hash_with_group_id(request.block_hashes[(index + 1) * per_block - 1], group)
+
+    def in_tier(self, request: Request, group: int = 0) -> list[int]:
+        """Indices of the request's full blocks that the tier holds."""
+        count = request.num_tokens // self.specs[group].block_size
+        return [i for i in range(count) if self.manager.tier.contains(self.key(request, i, group))]
+
+    def assert_at_rest(self) -> None:
+        """No reference, lease, transfer or entry is left anywhere."""
+        pool, tier = self.scheduler.kv_cache_manager.block_pool, self.manager.tier.pool
+        assert not pool.leases
+        assert not tier.leases
+        assert pool.get_num_free_blocks() == self.device_blocks - 1
+        assert tier.get_num_free_blocks() == tier.num_gpu_blocks - 1
+        side, loads = self.manager.store_side, self.manager.load_side
+        assert not side.states
+        assert not side.requests
+        assert not side.planned
+        assert not side.in_flight
+        assert len(side.table) == 0
+        assert len(side.patrol) == 0
+        assert not loads.loads
+        assert not loads.abandoned
+        assert len(self.manager.promises) == 0
+        assert not self.manager.has_pending_work()
+
+    def evict_device(self) -> None:
+        """Throw everything out of the device tier (nothing may be held)."""
+        assert self.scheduler.kv_cache_manager.reset_prefix_cache()
+
+    def close(self) -> None:
+        for active in self.workers:
+            active.kv_connector.shutdown()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Tokens that no other seed shares."""
+    return [seed * 1000 + i for i in range(length)]
