@@ -61,14 +61,19 @@ class ToolUse:
 
 def _named(request: ChatCompletionRequest, shown: list[dict[str, Any]], name: str, ids: IdSource) -> ToolUse:
     parameters = next(tool.function.parameters for tool in request.tools or () if tool.function.name == name)
-    constraint = StructuredOutputsParams(json=named_schema(parameters))
+    constraint = _compact(named_schema(parameters))
     return ToolUse(shown, constraint, lambda: NamedToolParser(ids, name))
 
 
 def _required(request: ChatCompletionRequest, shown: list[dict[str, Any]], ids: IdSource) -> ToolUse:
     functions = [(tool.function.name, tool.function.parameters) for tool in request.tools or ()]
     schema = required_schema(functions, request.parallel_tool_calls is not False)
-    return ToolUse(shown, StructuredOutputsParams(json=schema), lambda: RequiredToolParser(ids))
+    return ToolUse(shown, _compact(schema), lambda: RequiredToolParser(ids))
+
+
+def _compact(schema: dict[str, Any]) -> StructuredOutputsParams:
+    """JSON without free white space, in which a weak model could go on for ever."""
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
 
 
 def _auto(shown: list[dict[str, Any]], settings: ToolSettings, ids: IdSource, tokenizer: Any) -> ToolUse:
