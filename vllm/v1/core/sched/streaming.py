@@ -77,6 +77,7 @@ def _extend(request: Request, update: Request, hash_block_size: int) -> None:
     request.prompt_token_ids = prompt.copy()
     request.num_prompt_tokens = len(prompt)
     request.num_computed_tokens = min(request.num_confirmed_tokens, len(kept))
+    request.num_hash_offered_tokens = min(request.num_hash_offered_tokens, request.num_computed_tokens)
     request.num_in_flight_tokens = 0
     request.num_output_placeholders = 0
     request.spec_token_ids = []
