@@ -32,12 +32,15 @@ def test_released_blocks_are_evicted_from_the_last_one_on(pool: BlockPool) -> No
     assert free_ids(pool) == [3, 2, 1, 4, 5]
 
 
-def test_to_front_puts_cached_blocks_before_all_others(pool: BlockPool) -> None:
-    pool._insert_block_hash(b"k\x00\x00\x00\x00", pool.blocks[2], 16)
-    Lease(pool, [pool.blocks[2]], "scan").release(to_front=True)
-    assert free_ids(pool) == [2, 1, 3, 4, 5]
+def test_to_front_puts_cached_blocks_before_all_other_cached_ones(pool: BlockPool) -> None:
+    for index in (2, 4, 5):
+        pool._insert_block_hash(b"%d\x00\x00\x00\x00" % index, pool.blocks[index], 16)
+    Lease(pool, pool.blocks[4:6], "use").release()
+    assert free_ids(pool) == [1, 2, 3, 5, 4]
+    Lease(pool, [pool.blocks[4]], "scan").release(to_front=True)
+    assert free_ids(pool) == [1, 4, 2, 3, 5], "block 1 holds nothing and goes first"
     Lease(pool, [pool.blocks[2]], "use").release()
-    assert free_ids(pool) == [1, 3, 4, 5, 2]
+    assert free_ids(pool) == [1, 4, 3, 5, 2]
 
 
 def test_a_lease_ends_exactly_once(pool: BlockPool) -> None:

@@ -7,6 +7,7 @@ must not know requests beyond what hashing reads of them, nor which group or kin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from vllm.distributed.kv_event_types import MEDIUM_GPU, AnyKVCacheEvent
@@ -179,8 +180,13 @@ class BlockPool:
         self.free_block_queue.prepend_n(unhashed)
 
     def free_blocks_to_front(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """As `free_blocks`, but blocks nobody holds any more go to the front of the queue, the first one frontmost."""
-        self.free_block_queue.prepend_n(self._release(ordered_blocks))
+        """As `free_blocks`, but blocks nobody holds any more go to the front of the queue, the first one frontmost.
+
+        Blocks that were in front without a hash stay there: reusing them costs nothing.
+        """
+        idle, queue = self._release(ordered_blocks), self.free_block_queue
+        blank = list(takewhile(lambda block: block.block_hash is None, queue.iter_blocks_after(None)))
+        queue.prepend_n([*queue.popleft_n(len(blank)), *idle])
 
     def unpin_blocks(self, blocks: Sequence[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Free the blocks, whose bytes stay readable until they are handed out: then `on_reuse(block)` is called.

@@ -190,7 +190,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         At most half of the free blocks at a time, so that the scheduler is not left without any.
         """
         side = self.store_side
-        endangered = find_endangered(side.stores, self.target_free)
+        # Blocks being copied come back to the front, so they are part of the depth already.
+        endangered = find_endangered(side.stores, max(0, self.target_free - side.num_pending_blocks))
         self.lazy_cursor_id = None if endangered.last is None else endangered.last.block_id
         limit = max(1, side.stores.device.get_num_free_blocks() // 2)
         chosen = select_endangered(side.stores, endangered, limit)
