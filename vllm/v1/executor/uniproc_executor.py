@@ -77,12 +77,11 @@ class UniProcExecutor(Executor):
         self.driver_worker.execute_method("check_health")
 
     def shutdown(self) -> None:
-        """Let the worker release what it holds and end its thread. Idempotent."""
+        """Let the worker release what it holds and end its thread. Idempotent; also works while the interpreter ends."""
         if self.is_failed:
             return
-        try:
-            self.collective_rpc("shutdown")
-        finally:
-            self.is_failed = True
-            if self._thread is not None:
-                self._thread.shutdown(wait=True)
+        self.is_failed = True
+        # Queued steps come first; after that nobody else touches the worker, so this thread may.
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self.driver_worker.execute_method("shutdown")
