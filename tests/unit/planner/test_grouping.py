@@ -210,6 +210,15 @@ def test_windows_keep_the_drafts_lookahead() -> None:
     assert groups[1].kv_cache_spec.num_retained_tokens == 31 + 3
 
 
+def test_replayed_windows_need_whole_prefixes_beside_them() -> None:
+    replayed = SlidingWindowMLASpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=BF16, sliding_window=32, bounded_replay=True
+    )
+    get_global_kv_cache_groups(plan_config(), [{"f": full(), "r": ring(), "w": replayed}])
+    with pytest.raises(ValueError, match=r"swa_bounded_replay.*'m' is mamba"):
+        get_global_kv_cache_groups(plan_config(), [{"m": mamba(), "w": replayed}])
+
+
 def test_evt_11_events_do_not_change_the_grouping() -> None:
     specs = {"f": full(), "m": mamba(), "w": window()}
     with_events = plan_config()

@@ -28,7 +28,7 @@ from vllm.v1.core.kv_cache_plan_inputs import read_plan_inputs
 from vllm.v1.kv_cache_config_types import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_cache_spec_base import KVCacheSpec, max_model_len_of
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-from vllm.v1.kv_cache_spec_uniform import UniformTypeKVCacheSpecs, iter_layer_specs
+from vllm.v1.kv_cache_spec_uniform import UniformTypeKVCacheSpecs, is_full_attention_spec, iter_layer_specs
 
 logger = init_logger(__name__)
 
@@ -89,6 +89,7 @@ def get_global_kv_cache_groups(
     """
     merged = _merge_ranks(kv_cache_specs)
     KVCacheSpecRegistry.check_kv_cache_spec_registry(merged)
+    _check_replay(merged)
     inputs = read_plan_inputs(vllm_config)
     if inputs.extra_retained_tokens:
         merged = {n: s.with_retained_tokens(inputs.extra_retained_tokens) for n, s in merged.items()}
@@ -110,6 +111,21 @@ def _merge_ranks(kv_cache_specs: Sequence[Specs]) -> dict[str, KVCacheSpec]:
                     f"Layer {name!r} has different KV cache specs on the ranks: {known} and, on rank {rank}, {spec}"
                 )
     return merged
+
+
+def _check_replay(specs: Specs) -> None:
+    """A replay computes tokens before a hit's end again, so every other cache must still hold what they read.
+
+    Raises ValueError naming a layer whose cache keeps only the end of a prefix.
+    """
+    if not any(spec.prefix_replay_tokens for spec in specs.values()):
+        return
+    for name, spec in specs.items():
+        if spec.prefix_cacheable and not is_full_attention_spec(spec):
+            raise ValueError(
+                f"swa_bounded_replay needs caches that keep whole prefixes, but layer {name!r} is "
+                f"{spec.kv_cache_spec_kind.value}; set swa_bounded_replay=False for this model"
+            )
 
 
 def project_groups(groups: Sequence[KVCacheGroupSpec], kv_cache_spec: Specs) -> list[KVCacheGroupSpec]:
