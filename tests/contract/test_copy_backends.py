@@ -1,0 +1,174 @@
+"""What every copy backend must do: bytes, order, errors as results, closing. New backends join the list below."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.utils.clock import MonotonicClock
+from vllm.v1.simple_kv_offload.copy_backend import COPY_BACKENDS, create_copy_backend
+from vllm.v1.simple_kv_offload.copy_backends.base import CopyBackend, CopyResult
+from vllm.v1.simple_kv_offload.disk_backend import DiskBackend
+
+BLOCKS, SLOTS = 12, 8
+WIDTHS = {"a": 64, "b": 160}
+CPU = torch.device("cpu")
+
+
+class Bench:
+    """A backend between device regions and a lower tier that only the backend itself can look into."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        rows = {name: torch.zeros(BLOCKS, width + 16, dtype=torch.int8) for name, width in WIDTHS.items()}
+        # Rows lie apart, as pages of one layer inside a block do.
+        self.device = {name: rows[name][:, :width] for name, width in WIDTHS.items()}
+        self.fill()
+        self.backend: CopyBackend
+        if kind == "disk":
+            disk = DiskBackend(MonotonicClock(), 30.0)
+            disk.init(
+                self.device,
+                CPU,
+                None,
+                None,
+                str(folder / "kv.e.rank_0"),
+                SLOTS,
+                sum(WIDTHS.values()),
+                2,
+                True,
+            )
+            self.backend = disk
+        else:
+            self.tier = {name: torch.zeros(SLOTS, width, dtype=torch.int8) for name, width in WIDTHS.items()}
+            region = create_copy_backend(kind, MonotonicClock(), 30.0)  # type: ignore[arg-type]
+            region.init(self.device, self.tier, CPU)
+            self.backend = region
+
+    def fill(self) -> None:
+        for number, region in enumerate(self.device.values()):
+            for block in range(BLOCKS):
+                region[block] = 10 * block + number
+
+    def copy(self, src: list[int], dst: list[int], is_store: bool, wait_event: Any = None) -> CopyResult:
+        events: list[Any] = []
+        self.backend.launch_copy(src, dst, is_store, 7, events, wait_event)
+        (event,) = events
+        assert event[0] == 7
+        assert isinstance(event[1], CopyResult)
+        return event[1]
+
+    def content(self, block: int) -> list[int]:
+        return [int(value) for region in self.device.values() for value in region[block].unique()]
+
+
+KINDS = [kind for kind in COPY_BACKENDS if kind != "cuda_dma"] + ["disk"]
+
+
+@pytest.fixture(params=KINDS)
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(request.param, tmp_path)
+    yield bench
+    bench.backend.shutdown()
+
+
+def done(result: CopyResult) -> CopyResult:
+    assert result.synchronize(10.0)
+    assert result.query()
+    return result
+
+
+def test_bytes_come_back_as_they_were(bench: Bench) -> None:
+    assert done(bench.copy([3, 4, 5, 9], [0, 1, 2, 6], True)).error is None
+    for region in bench.device.values():
+        region.fill_(-1)
+    assert done(bench.copy([6, 0, 2], [1, 2, 11], False)).error is None
+    assert bench.content(1) == [90, 91]
+    assert bench.content(2) == [30, 31]
+    assert bench.content(11) == [50, 51]
+    assert bench.content(3) == [-1, -1]
+
+
+def test_an_empty_copy_is_over_at_once(bench: Bench) -> None:
+    assert done(bench.copy([], [], True)).error is None
+
+
+def test_jobs_of_one_direction_keep_their_order(bench: Bench) -> None:
+    first = bench.copy([1], [0], True)
+    second = bench.copy([2], [0], True)
+    done(first)
+    done(second)
+    done(bench.copy([0], [5], False))
+    assert bench.content(5) == [20, 21]
+
+
+def test_a_store_reads_after_its_wait_event(bench: Bench) -> None:
+    class Compute:
+        """Compute that ends when a copy waits for it."""
+
+        def synchronize(self) -> None:
+            for region in bench.device.values():
+                region[4] = 77
+
+    done(bench.copy([4], [0], True, Compute()))
+    done(bench.copy([0], [7], False))
+    assert bench.content(7) == [77, 77]
+
+
+@pytest.mark.parametrize("block", [-1, BLOCKS])
+def test_bad_block_ids_are_a_failed_result(bench: Bench, block: int) -> None:
+    result = done(bench.copy([1, block], [0, 1], True))
+    assert result.error is not None
+    assert "outside" in str(result.error)
+    assert done(bench.copy([1], [0], True)).error is None, "the backend goes on"
+
+
+def test_an_exception_while_waiting_is_a_failed_result(bench: Bench) -> None:
+    class Broken:
+        def synchronize(self) -> None:
+            raise OSError("device gone")
+
+    result = done(bench.copy([1], [0], True, Broken()))
+    assert isinstance(result.error, OSError)
+    assert done(bench.copy([1], [0], True)).error is None
+
+
+def test_the_caller_may_reuse_its_lists(bench: Bench) -> None:
+    gate = threading.Event()
+
+    class Gate:
+        def synchronize(self) -> None:
+            gate.wait(10.0)
+
+    source, target = [1], [0]
+    events: list[Any] = []
+    # The reference backend copies inside the call, so that its gate has to be open.
+    if type(bench.backend).__name__ == "InlineCopyBackend":
+        gate.set()
+    bench.backend.launch_copy(source, target, True, 1, events, Gate())
+    source[0], target[0] = 9, 5
+    gate.set()
+    done(events[0][1])
+    done(bench.copy([0], [7], False))
+    assert bench.content(7) == [10, 11]
+
+
+def test_after_shutdown_jobs_fail_at_once(bench: Bench) -> None:
+    bench.backend.shutdown()
+    bench.backend.shutdown()
+    assert done(bench.copy([1], [0], True)).error is not None
+
+
+def test_no_thread_is_left_behind(bench: Bench) -> None:
+    done(bench.copy([1], [0], True))
+    bench.backend.shutdown()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-offload")]
+
+
+def test_source_and_target_must_pair_up(bench: Bench) -> None:
+    with pytest.raises(AssertionError, match="2 source blocks for 1 target blocks"):
+        bench.copy([1, 2], [0], True)

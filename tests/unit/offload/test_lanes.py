@@ -1,0 +1,149 @@
+"""Copy lanes: a dead or hanging thread fails its jobs, is replaced, and can do no harm afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.sched import ManualClock
+from vllm.v1.simple_kv_offload.copy_backends.base import CopyError, CopyJob, CopyResult, coalesce
+from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
+
+
+class Work:
+    """Jobs hang while the gate is closed; each writes its number under the guard, as movers do."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.started = threading.Semaphore(0)
+        self.written: list[int] = []
+        self.kill = False
+
+    def __call__(self, job: CopyJob) -> None:
+        self.started.release()
+        if self.kill:
+            raise SystemExit  # not an Exception: the thread dies
+        self.gate.wait(10.0)
+        with job.result.guard:
+            if job.result.query():
+                return
+            self.written.append(job.event_idx)
+        job.result.resolve()
+
+
+def job(number: int) -> CopyJob:
+    return CopyJob((), (), True, number)
+
+
+@pytest.fixture
+def work() -> Iterator[Work]:
+    work = Work()
+    yield work
+    work.gate.set()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def lane(work: Work, clock: ManualClock) -> Iterator[CopyLane]:
+    lane = CopyLane("test-lane", work, clock, deadline_s=5.0)
+    yield lane
+    work.gate.set()
+    lane.shutdown()
+
+
+def test_a_hanging_job_fails_at_its_deadline_and_the_lane_goes_on(
+    lane: CopyLane, work: Work, clock: ManualClock
+) -> None:
+    stuck, queued = job(1), job(2)
+    lane.submit(stuck)
+    lane.submit(queued)
+    assert work.started.acquire(timeout=5.0)
+    clock.now += 4.0
+    lane.check_health()
+    assert not stuck.result.query()
+    clock.now += 2.0
+    lane.check_health()
+    assert stuck.result.query()
+    assert queued.result.query()
+    assert "within 5 s" in str(stuck.result.error)
+    assert lane.restarts == 1
+    work.gate.set()
+    fresh = job(3)
+    lane.submit(fresh)
+    assert fresh.result.synchronize(5.0)
+    assert fresh.result.error is None
+    assert work.written == [3], "the replaced thread wakes up and writes nothing"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_thread_fails_its_jobs_and_is_replaced(lane: CopyLane, work: Work) -> None:
+    work.kill = True
+    lost = job(1)
+    lane.submit(lost)
+    assert work.started.acquire(timeout=5.0)
+    for _ in range(200):
+        lane.check_health()
+        if lost.result.synchronize(0.01):
+            break
+    assert "died" in str(lost.result.error)
+    work.kill = False
+    work.gate.set()
+    fresh = job(2)
+    lane.submit(fresh)
+    assert fresh.result.synchronize(5.0)
+    assert fresh.result.error is None
+
+
+def test_a_job_in_the_middle_of_a_write_stays_open(clock: ManualClock) -> None:
+    writing, go = threading.Event(), threading.Event()
+
+    def slow_write(copy: CopyJob) -> None:
+        with copy.result.guard:
+            writing.set()
+            go.wait(10.0)
+        copy.result.resolve()
+
+    lane = CopyLane("test-lane", slow_write, clock, deadline_s=1.0)
+    stuck = job(1)
+    lane.submit(stuck)
+    assert writing.wait(5.0)
+    clock.now += 2.0
+    lane.check_health()
+    assert not stuck.result.query(), "bytes still arrive: its targets must not be handed on"
+    go.set()
+    assert stuck.result.synchronize(5.0)
+    lane.shutdown()
+
+
+def test_shutdown_fails_what_is_open(lane: CopyLane, work: Work) -> None:
+    running, queued = job(1), job(2)
+    lane.submit(running)
+    lane.submit(queued)
+    assert work.started.acquire(timeout=5.0)
+    threading.Timer(0.1, work.gate.set).start()
+    assert lane.shutdown()
+    assert isinstance(queued.result.error, CopyError)
+    late = job(3)
+    lane.submit(late)
+    assert "shut down" in str(late.result.error)
+
+
+def test_a_result_is_resolved_once() -> None:
+    result = CopyResult()
+    result.resolve(CopyError("first", frozenset({3})))
+    result.resolve()
+    assert str(result.error) == "first"
+    assert result.bad_blocks == {3}
+
+
+def test_runs_of_consecutive_blocks() -> None:
+    runs = list(coalesce([1, 2, 3, 7, 8, 4], [5, 6, 7, 8, 0, 1], 10))
+    assert runs == [(1, 5, 3), (7, 8, 1), (8, 0, 1), (4, 1, 1)]
+    assert list(coalesce([1, 2, 3], [4, 5, 6], 2)) == [(1, 4, 2), (3, 6, 1)]
+    assert list(coalesce([], [], 2)) == []
