@@ -95,7 +95,7 @@ class OpenAIServingCompletion(OpenAIServing):
             for prompt in request.prompts()
         ]
         streams = [
-            self._start_one(request, prompt, f"{request_id}-{index}", caller)
+            self._start_one(request, prompt, _engine_id(request_id, index, len(rendered)), caller)
             for index, prompt in enumerate(rendered)
         ]
         reply = _Reply(
