@@ -100,6 +100,7 @@ class Request:
     * ``num_in_flight_tokens``: the part of it whose step has not been processed yet; the difference is confirmed.
     * ``num_output_placeholders``: sampled tokens of steps in flight, which have no id yet.
     * ``num_stale_output_tokens``: sampled tokens still under way when the request was preempted (one per step).
+    * ``num_slot_tokens``: up to here it can grow without asking the KV manager for anything.
     * ``num_hash_offered_tokens``: what the KV manager has been asked to hash; it is asked about no token twice, because
       a state that is overwritten in place must be hashed before the step that does so.
 
@@ -181,6 +182,7 @@ class Request:
         self.replay_start = 0
         self.num_external_computed_tokens = 0
         self.num_hash_offered_tokens = 0
+        self.num_slot_tokens = 0
         self.num_cached_tokens = 0
         self.next_decode_eligible_step = 0
         self.last_sched_seq = -1

@@ -262,6 +262,16 @@ class KVCacheManager:
             self.coordinator.cache_blocks(request, min(growth.main_model, request.num_tokens))
         return self.create_kv_cache_blocks(fresh)
 
+    def num_slots(self, request_id: str) -> int:
+        """Tokens up to which a decoding request grows, token by token, without a call of `allocate_slots`.
+
+        To be asked after the request has been given slots for a decode; blocks out of a window are freed at the next
+        call.
+        """
+        return min(
+            (manager.num_slots(request_id) for manager in self.coordinator.single_type_managers), default=0
+        )
+
     def _growth(
         self,
         request: Request,

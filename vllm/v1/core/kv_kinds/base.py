@@ -25,6 +25,9 @@ from vllm.v1.core.kv_cache_block import KVCacheBlock, trim_null_head
 from vllm.v1.core.kv_kinds.tails import effective_block_size
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+UNLIMITED_SLOTS = 1 << 62
+"""More tokens than any request has."""
+
 BoundaryState = tuple[int, int, int]
 """(group id, block id, prefix tokens) of a state or tail that can be handed to another tier by exact id."""
 
@@ -255,6 +258,10 @@ class SingleTypeKVCacheManager(ABC):
         fresh = self._new_blocks(missing)
         blocks += fresh
         return fresh
+
+    def num_slots(self, request_id: str) -> int:
+        """Tokens up to which a decoding request grows, token by token, without a call of `allocate_new_blocks`."""
+        return len(self.req_to_blocks.get(request_id, ())) * self.block_size
 
     def _new_blocks(self, num_blocks: int, record_for_zeroing: bool = True) -> list[KVCacheBlock]:
         fresh = self.block_pool.get_new_blocks(num_blocks)

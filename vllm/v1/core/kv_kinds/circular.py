@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from vllm.v1.core.block_hash import BlockHash
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
-from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
+from vllm.v1.core.kv_kinds.base import UNLIMITED_SLOTS, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import HiSparseHotSpec, HiSparseResidentSpec, KVCacheSpec
 
 
@@ -65,6 +65,10 @@ class FixedScratchManager(SingleTypeKVCacheManager):
         if num_external_computed_tokens == 0:
             return []
         return self.allocate_new_blocks(request_id, 0, 0)
+
+    def num_slots(self, request_id: str) -> int:
+        """No number of tokens needs more than the share."""
+        return UNLIMITED_SLOTS if self.req_to_blocks.get(request_id) else 0
 
     def allocate_new_blocks(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from vllm.v1.core.block_hash import BlockHash
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
-from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
+from vllm.v1.core.kv_kinds.base import UNLIMITED_SLOTS, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
@@ -32,6 +32,10 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Raises: the hashes describe decoder tokens, which say nothing about the encoder's."""
         raise RuntimeError("cross-attention blocks are never looked up by hash")
+
+    def num_slots(self, request_id: str) -> int:
+        """The blocks hold encoder outputs, whose number does not change."""
+        return UNLIMITED_SLOTS
 
     def add_local_computed_blocks(
         self,

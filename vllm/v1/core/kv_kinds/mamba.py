@@ -192,6 +192,17 @@ class MambaManager(SingleTypeKVCacheManager):
             self._allocate_checkpoint(request_id, checkpoint)
         return blocks[num_before:]
 
+    def num_slots(self, request_id: str) -> int:
+        """The state stays in its column up to the token before the block's end, which has to be noted.
+
+        Only while it has no cache entry: the next step would overwrite it.
+        """
+        column = self._column_of(self._state_position.get(request_id, 0))
+        blocks = self.req_to_blocks.get(request_id, ())
+        if column >= len(blocks) or blocks[column].block_hash is not None:
+            return 0
+        return (column + 1) * self.block_size - 1
+
     def _column_of(self, num_tokens: int) -> int:
         """The column that holds the state after that many tokens."""
         return max(0, cdiv(num_tokens, self.block_size) - 1)

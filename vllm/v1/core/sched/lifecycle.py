@@ -159,6 +159,10 @@ class RequestLifecycle(SchedulerInterface):
         self._zeroes_blocks = self.kv_cache_config.needs_kv_cache_zeroing
         self._fine_grained_hits = self.kv_cache_manager.coordinator.enable_partial_hash_hits
         cache = self.params.cache
+        # Without drafts and pipeline stages a decode is one token that only needs a slot.
+        self._decodes_are_simple = (
+            self.params.num_spec_tokens == 0 and self.params.pipeline_parallel_size == 1
+        )
         self._has_chunk_rules = (
             cache.state_block_tokens is not None or self.params.num_prefill_lookahead_tokens > 1
         )
@@ -387,6 +391,7 @@ class RequestLifecycle(SchedulerInterface):
         """Let go of the request's blocks; those a step in flight may still use return after that step."""
         if self._may_be_spoilt(request):
             self._in_flight.add_departed(block_use(self.kv_cache_manager, request))
+        request.num_slot_tokens = 0
         fenced = request.last_sched_seq > self.processed_step_seq
         if not (self.defer_block_free and fenced):
             self.kv_cache_manager.free(request)

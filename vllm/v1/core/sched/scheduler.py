@@ -84,32 +84,55 @@ class Scheduler(WaitingPass):
     # --- running requests -------------------------------------------------------------------------------------------
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        running, index = self.running, 0
-        allocate, budget = self.kv_cache_manager.allocate_slots, plan.budget
-        lookahead = self.params.num_lookahead_tokens
+        running, index, budget = self.running, 0, plan.budget
+        num_scheduled, going_on, may_fill = plan.num_scheduled, plan.running, plan.may_fill
+        simple, max_model_len, unit = self._decodes_are_simple, self.max_model_len, self.hash_block_size
         while index < len(running) and budget.tokens > 0:
             request = running[index]
-            num_new = self._running_chunk(request, plan)
-            if num_new <= 0:
+            end = request.num_computed_tokens + 1
+            if (
+                simple
+                and end <= request.num_slot_tokens
+                and end == len(request._all_token_ids) + request.num_output_placeholders
+                and end < max_model_len
+                and end < request.num_prompt_tokens + request.max_tokens
+                and not request.is_prefill_chunk
+            ):
+                # The usual case by far: one more token, for which there is a slot.  What follows is `_schedule_one`
+                # for it, written out because it runs for every request in every step.
+                num_scheduled[request.request_id] = 1
+                going_on.append(request)
+                if end % unit == 0:
+                    may_fill.append(request)
+                budget.tokens -= 1
+                budget.input_tokens -= 1
                 index += 1
-                continue
-            # A request further on may still take this one's place, so its blocks get their hashes only afterwards.
+            else:
+                index = self._schedule_one(request, index, plan)
+
+    def _schedule_one(self, request: Request, index: int, plan: StepPlan) -> int:
+        """Schedule the running request at ``index``, making room for it if need be.  Returns the next index."""
+        num_new = self._running_chunk(request, plan)
+        if num_new <= 0:
+            return index + 1
+        allocate, lookahead = self.kv_cache_manager.allocate_slots, self.params.num_lookahead_tokens
+        # A request further on may still take this one's place, so its blocks get their hashes only afterwards.
+        blocks = allocate(request, num_new, num_lookahead_tokens=lookahead, delay_cache_blocks=True)
+        while blocks is None:
+            victim = self._choose_victim(plan)
+            if victim is None:
+                break
+            if victim is request and self._is_alone(plan):
+                self._wait_or_end(request, plan)
+                break
+            index -= self._give_way(victim, index, plan)
+            if victim is request:
+                break
             blocks = allocate(request, num_new, num_lookahead_tokens=lookahead, delay_cache_blocks=True)
-            while blocks is None:
-                victim = self._choose_victim(plan)
-                if victim is None:
-                    break
-                if victim is request and self._is_alone(plan):
-                    self._wait_or_end(request, plan)
-                    break
-                index -= self._give_way(victim, index, plan)
-                if victim is request:
-                    break
-                blocks = allocate(request, num_new, num_lookahead_tokens=lookahead, delay_cache_blocks=True)
-            if blocks is not None:
-                self._go_on(request, num_new, blocks, plan)
-            # A request that gave way itself has left its place to the next one.
-            index += request.status is RequestStatus.RUNNING
+        if blocks is not None:
+            self._go_on(request, num_new, blocks, plan)
+        # A request that gave way itself has left its place to the next one.
+        return index + (request.status is RequestStatus.RUNNING)
 
     def _running_chunk(self, request: Request, plan: StepPlan) -> int:
         """Tokens the running request gets in this pass."""
@@ -134,6 +157,9 @@ class Scheduler(WaitingPass):
         plan.add_running(request, num_new, blocks)
         if request.is_prefill_chunk:
             plan.carries_prefill = True
+            request.num_slot_tokens = 0
+        else:
+            request.num_slot_tokens = self.kv_cache_manager.num_slots(request.request_id)
         if request.spec_token_ids:
             known = request.num_tokens + request.num_output_placeholders
             num_drafts = request.num_computed_tokens + num_new - known
@@ -180,9 +206,11 @@ class Scheduler(WaitingPass):
         if not self.params.prefix_caching:
             return
         num_scheduled = plan.num_scheduled
-        for request in plan.running:
-            end = request.num_computed_tokens + num_scheduled[request.request_id]
-            self._offer_hashes(request, min(end, len(request._all_token_ids)))
+        for request in plan.may_fill:
+            num_new = num_scheduled.get(request.request_id, 0)
+            if num_new:
+                end = request.num_computed_tokens + num_new
+                self._offer_hashes(request, min(end, len(request._all_token_ids)))
 
     # --- the step ---------------------------------------------------------------------------------------------------
 

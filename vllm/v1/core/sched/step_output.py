@@ -18,7 +18,10 @@ from vllm.v1.request import Request
 
 
 class StepPlan:
-    """What one pass has decided so far."""
+    """What one pass has decided so far.
+
+    ``may_fill``: running requests of which this step may fill a block.  ``new_blocks``: what running requests got.
+    """
 
     __slots__ = (
         "admitted",
@@ -26,11 +29,12 @@ class StepPlan:
         "cap",
         "carries_prefill",
         "hold_prefills",
+        "may_fill",
+        "new_blocks",
         "num_scheduled",
         "preempted",
         "resumed_ids",
         "running",
-        "running_blocks",
         "spec_tokens",
         "starved",
         "sync_loads",
@@ -42,7 +46,8 @@ class StepPlan:
         self.hold_prefills = hold_prefills
         self.num_scheduled: dict[str, int] = {}
         self.running: list[Request] = []
-        self.running_blocks: list[KVCacheBlocks] = []
+        self.new_blocks: dict[str, KVCacheBlocks] = {}
+        self.may_fill: list[Request] = []
         self.admitted: list[Request] = []
         self.resumed_ids: set[str] = set()
         self.spec_tokens: dict[str, list[int]] = {}
@@ -54,7 +59,8 @@ class StepPlan:
     def add_running(self, request: Request, num_tokens: int, blocks: KVCacheBlocks) -> None:
         """A running request goes on with ``num_tokens`` tokens and these additional blocks."""
         self.running.append(request)
-        self.running_blocks.append(blocks)
+        self.may_fill.append(request)
+        self.new_blocks[request.request_id] = blocks
         self.num_scheduled[request.request_id] = num_tokens
         self.budget.spend(num_tokens)
 
@@ -63,8 +69,8 @@ class StepPlan:
         num_tokens = self.num_scheduled.pop(request.request_id, None)
         if num_tokens is None:
             return
-        index = self.running.index(request)
-        del self.running[index], self.running_blocks[index]
+        self.running.remove(request)
+        self.new_blocks.pop(request.request_id, None)
         self.spec_tokens.pop(request.request_id, None)
         self.budget.refund(num_tokens)
 
@@ -105,9 +111,12 @@ def cached_request_data(
 ) -> CachedRequestData:
     """The requests that the workers know.  ``previous_ids`` took part in the previous step."""
     requests = plan.running
-    new_block_ids: list[BlockIds | None] = [
-        blocks.get_block_ids(allow_none=True) for blocks in plan.running_blocks
-    ]
+    new_block_ids: list[BlockIds | None] = [None] * len(requests)
+    if plan.new_blocks:
+        for index, request in enumerate(requests):
+            blocks = plan.new_blocks.get(request.request_id)
+            if blocks is not None:
+                new_block_ids[index] = blocks.get_block_ids(allow_none=True)
     resumed: list[Request] = []
     if not style.resend_as_new and plan.resumed_ids:
         resumed = [request for request in plan.admitted if request.request_id in plan.resumed_ids]
