@@ -32,24 +32,52 @@ struct Part {
   }
 };
 
+// Sums of G queries times TOKENS keys.
+template <int G, int TOKENS, typename T>
+static inline void dot_keys(const float* q, const T* const* keys, int64_t dim, Vec (*sums)[TOKENS]) {
+  for (int g = 0; g < G; ++g) {
+    for (int t = 0; t < TOKENS; ++t) sums[g][t] = vec_set(0);
+  }
+  const int64_t whole = dim - dim % Vec::kLanes;
+  for (int64_t c = 0; c < whole; c += Vec::kLanes) {
+    Vec k[TOKENS];
+    for (int t = 0; t < TOKENS; ++t) k[t] = vec_load(keys[t] + c);
+    for (int g = 0; g < G; ++g) {
+      const Vec query = vec_load(q + g * dim + c);
+      for (int t = 0; t < TOKENS; ++t) sums[g][t] = vec_fma(k[t], query, sums[g][t]);
+    }
+  }
+  const int64_t rest = dim - whole;
+  if (rest) {
+    for (int g = 0; g < G; ++g) {
+      const Vec query = vec_load_part(q + g * dim + whole, rest);
+      for (int t = 0; t < TOKENS; ++t) sums[g][t] = vec_fma(vec_load_part(keys[t] + whole, rest), query, sums[g][t]);
+    }
+  }
+}
+
+// Query heads up to which four keys at a time fit the vector registers.
+#if defined(__AVX512F__)
+constexpr int kFourKeysGroup = 5;
+#else
+constexpr int kFourKeysGroup = 2;
+#endif
+
 // Scores of `count` keys for G queries: scores[g][t] = q[g] . key[t].
 template <int G, typename T>
 static void score_tile(const float* q, const T* const* rows, int64_t count, int64_t dim, float (*scores)[kTile]) {
-  const int64_t whole = dim - dim % Vec::kLanes;
-  const int64_t rest = dim - whole;
-  for (int64_t t = 0; t < count; ++t) {
-    Vec sums[G];
-    for (int g = 0; g < G; ++g) sums[g] = vec_set(0);
-    const T* key = rows[t];
-    for (int64_t c = 0; c < whole; c += Vec::kLanes) {
-      const Vec k = vec_load(key + c);
-      for (int g = 0; g < G; ++g) sums[g] = vec_fma(k, vec_load(q + g * dim + c), sums[g]);
+  int64_t t = 0;
+  if constexpr (G <= kFourKeysGroup) {
+    for (; t + 4 <= count; t += 4) {
+      Vec sums[G][4];
+      dot_keys<G, 4>(q, rows + t, dim, sums);
+      for (int g = 0; g < G; ++g) vec_sum4(sums[g][0], sums[g][1], sums[g][2], sums[g][3], scores[g] + t);
     }
-    if (rest) {
-      const Vec k = vec_load_part(key + whole, rest);
-      for (int g = 0; g < G; ++g) sums[g] = vec_fma(k, vec_load_part(q + g * dim + whole, rest), sums[g]);
-    }
-    for (int g = 0; g < G; ++g) scores[g][t] = vec_sum(sums[g]);
+  }
+  for (; t < count; ++t) {
+    Vec sums[G][1];
+    dot_keys<G, 1>(q, rows + t, dim, sums);
+    for (int g = 0; g < G; ++g) scores[g][t] = vec_sum(sums[g][0]);
   }
 }
 

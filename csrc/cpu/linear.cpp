@@ -1,6 +1,6 @@
 // y = x Wᵀ + b for few rows of x and weights that are read once: fp32 arithmetic over fp32, bf16 or fp16 weights.
 //
-// An item is a group of kLinearColumns output columns; their weights pass through the registers once for every four
+// An item is a group of kLinearColumns output columns; their weights pass through the registers once for every few
 // rows of x.
 #include "simd.h"
 
@@ -37,7 +37,11 @@ static void dot_block(const W* weight, const float* x, int64_t inputs, float (*o
     }
   }
   for (int m = 0; m < ROWS; ++m) {
-    for (int n = 0; n < COLUMNS; ++n) out[m][n] = vec_sum(sums[m][n]);
+    if constexpr (COLUMNS == 4) {
+      vec_sum4(sums[m][0], sums[m][1], sums[m][2], sums[m][3], out[m]);
+    } else {
+      for (int n = 0; n < COLUMNS; ++n) out[m][n] = vec_sum(sums[m][n]);
+    }
   }
 }
 
@@ -55,16 +59,30 @@ static void linear_block(const LinearArgs& a, int64_t row, int64_t column) {
   }
 }
 
+// Rows of x per pass: with four columns the sums fill 24 of the 32 vector registers that AVX512 has.
+#if defined(__AVX512F__)
+constexpr int kRows = 6;
+#else
+constexpr int kRows = 3;
+#endif
+
+// Takes the last `rows` rows, fewer than a full pass.
+template <int ROWS, int COLUMNS, typename W, typename T>
+static void linear_rest(const LinearArgs& a, int64_t rows, int64_t column) {
+  if constexpr (ROWS > 0) {
+    if (rows == ROWS) {
+      linear_block<ROWS, COLUMNS, W, T>(a, a.rows - rows, column);
+    } else {
+      linear_rest<ROWS - 1, COLUMNS, W, T>(a, rows, column);
+    }
+  }
+}
+
 template <int COLUMNS, typename W, typename T>
 static void linear_columns(const LinearArgs& a, int64_t column) {
   int64_t row = 0;
-  for (; row + 4 <= a.rows; row += 4) linear_block<4, COLUMNS, W, T>(a, row, column);
-  switch (a.rows - row) {
-    case 1: linear_block<1, COLUMNS, W, T>(a, row, column); break;
-    case 2: linear_block<2, COLUMNS, W, T>(a, row, column); break;
-    case 3: linear_block<3, COLUMNS, W, T>(a, row, column); break;
-    default: break;
-  }
+  for (; row + kRows <= a.rows; row += kRows) linear_block<kRows, COLUMNS, W, T>(a, row, column);
+  linear_rest<kRows - 1, COLUMNS, W, T>(a, a.rows - row, column);
 }
 
 void linear(const LinearArgs& a, int64_t begin, int64_t end) {

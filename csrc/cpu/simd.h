@@ -121,6 +121,15 @@ static inline Vec vec_round(Vec a) {
 }
 static inline Vec vec_scale2(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 static inline float vec_sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
+static inline void vec_sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
 
 #elif defined(__AVX2__)
 
@@ -172,6 +181,10 @@ static inline float vec_sum(Vec a) {
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
   half = _mm_add_ss(half, _mm_shuffle_ps(half, half, 1));
   return _mm_cvtss_f32(half);
+}
+static inline void vec_sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a.v, b.v), _mm256_hadd_ps(c.v, d.v));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 }
 
 #else
@@ -230,6 +243,9 @@ static inline float vec_sum(const Vec& a) {
   float sum = 0;
   for (int64_t i = 0; i < Vec::kLanes; ++i) sum += a.v[i];
   return sum;
+}
+static inline void vec_sum4(const Vec& a, const Vec& b, const Vec& c, const Vec& d, float* out) {
+  out[0] = vec_sum(a), out[1] = vec_sum(b), out[2] = vec_sum(c), out[3] = vec_sum(d);
 }
 
 #endif

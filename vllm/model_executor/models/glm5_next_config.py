@@ -197,10 +197,10 @@ def resolve_block_size(params: GlmParams, settings: ModelSettings) -> int:
     """Tokens per block: the user's wish if the latent page then holds a state, else the least size that does."""
     conv, state = _state_shapes(params, settings)
     state_bytes = math.prod(conv) * settings.dtype.itemsize + math.prod(state) * torch.float32.itemsize
-    token_bytes = params.latent * settings.cache_dtype.itemsize
+    token_bytes: int = params.latent * settings.cache_dtype.itemsize
     base = _ALIGNMENT_GPU if settings.gpu_storage else _ALIGNMENT_CPU
-    alignment = math.lcm(base, ring_capacity(params.pool, settings.num_speculative_tokens))
-    least = state_bytes if any(params.is_linear) else 1
+    alignment: int = math.lcm(base, ring_capacity(params.pool, settings.num_speculative_tokens))
+    least: int = state_bytes if any(params.is_linear) else 1
     needed = alignment * math.ceil(least / (alignment * token_bytes))
     wished = settings.block_size or 0
     return max(needed, alignment * math.ceil(wished / alignment))
