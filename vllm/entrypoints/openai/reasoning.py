@@ -40,8 +40,9 @@ class ReasoningParser:
     """Parses one message. `prompt` is the rendered prompt: a template may have opened the reasoning already."""
 
     def __init__(self, name: str, prompt: str | None) -> None:
-        opened = REASONING_PARSERS[name] or (prompt or "").rstrip().endswith(OPEN)
-        self._where = _Where.REASONING if opened else _Where.START
+        # Some models repeat the tag that the template wrote; either way the first words tell.
+        self._opened = REASONING_PARSERS[name] or (prompt or "").rstrip().endswith(OPEN)
+        self._where = _Where.START
         self._waiting = ""
 
     def feed(self, text: str) -> Split:
@@ -59,7 +60,8 @@ class ReasoningParser:
     def finish(self) -> Split:
         """The text is complete: give what was held back."""
         rest, self._waiting = self._waiting, ""
-        return Split(reasoning=rest) if self._where is _Where.REASONING else Split(answer=rest)
+        thinks = self._where is _Where.REASONING or (self._where is _Where.START and self._opened)
+        return Split(reasoning=rest) if thinks else Split(answer=rest)
 
     def _leave_start(self) -> None:
         seen = self._waiting.lstrip()
@@ -67,12 +69,10 @@ class ReasoningParser:
             self._waiting = seen[len(OPEN) :]
             self._where = _Where.REASONING
         elif not OPEN.startswith(seen):
-            self._where = _Where.ANSWER
+            self._where = _Where.REASONING if self._opened else _Where.ANSWER
 
     def _take_reasoning(self) -> str:
         waiting = self._waiting
-        if self._waiting.startswith(OPEN):  # some models repeat what the template wrote
-            waiting = waiting[len(OPEN) :]
         end = waiting.find(CLOSE)
         if end >= 0:
             self._waiting = waiting[end + len(CLOSE) :]
