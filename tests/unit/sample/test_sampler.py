@@ -183,12 +183,12 @@ def test_penalties_apply_in_the_sampler() -> None:
 def test_val_10_a_nan_row_and_a_row_without_tokens_are_named_and_hurt_nobody() -> None:
     logits = make_logits(4, 2)
     reference = logits.clone()
-    logits[1, 5] = math.nan
+    logits[1, 5:7] = math.nan
     banned = torch.zeros(4, VOCAB, dtype=torch.bool)
     banned[2] = True
     metadata = random_metadata(4, [0.3] * 4, allowed_token_ids_mask=banned, top_k=torch.full((4,), 9))
     output, bad = Sampler().sample_rows(logits, metadata)
-    assert bad == [1, 2]
+    assert bad == {1: 2, 2: 1}
     clean = Sampler()(reference, random_metadata(4, [0.3] * 4, top_k=torch.full((4,), 9))).sampled_token_ids
     assert output.sampled_token_ids[[0, 3]].tolist() == clean[[0, 3]].tolist()
 

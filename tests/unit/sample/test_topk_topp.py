@@ -11,6 +11,7 @@ import torch
 from tests.helpers.sampling import drawn_token, surviving_tokens
 from vllm.v1.sample.ops.topk_topp_sampler import (
     TopKTopPSampler,
+    _pick,
     apply_top_k_top_p,
     apply_top_k_top_p_pytorch,
     random_sample,
@@ -66,6 +67,37 @@ def test_the_best_token_survives_the_smallest_top_p() -> None:
     best = logits.argmax(dim=-1).tolist()
     masked = apply_top_k_top_p(logits.clone(), None, torch.full((3,), 1e-6))
     assert survivors(masked) == [{token} for token in best]
+
+
+def test_wide_nuclei_are_found_in_stages() -> None:
+    vocab = 20000
+    logits = make_logits(3, 11, vocab=vocab)
+    logits[0] *= 0.3
+    logits[0, :3000] += 9.0
+    logits[1] *= 0.01
+    logits[2, 5] += 30.0
+    p = torch.tensor([0.9, 0.999, 0.3], dtype=torch.float64)
+    expected = [surviving_tokens(row.tolist(), None, float(p[i])) for i, row in enumerate(logits)]
+    assert len(expected[1]) > 8192 > len(expected[0]) > 512 > len(expected[2]) == 1
+    assert survivors(apply_top_k_top_p(logits.clone(), None, p)) == expected
+    draws = torch.tensor([0.4, 0.99999, 0.2], dtype=torch.float64)
+    tokens, _ = TopKTopPSampler()(logits.clone(), {}, None, p, draws)
+    wanted = [drawn_token(row.tolist(), expected[i], float(draws[i])) for i, row in enumerate(logits)]
+    assert tokens.tolist() == wanted
+
+
+@pytest.mark.parametrize("vocab", [7, 64, 1000, 4096])
+def test_the_ends_of_the_unit_interval_pick_tokens_with_weight(vocab) -> None:
+    weights = torch.rand(50, vocab, generator=torch.Generator().manual_seed(0))
+    weights[:, :2] = 0.0
+    weights[:, -2:] = 0.0
+    weights[weights < 0.5] = 0.0
+    weights[:, 3] = 1.0
+    low = _pick(weights, torch.zeros(50, dtype=torch.float64))
+    high = _pick(weights, torch.full((50,), 1.0 - 2.0**-53, dtype=torch.float64))
+    positions = [row.nonzero().flatten().tolist() for row in weights]
+    assert low.tolist() == [p[0] for p in positions]
+    assert high.tolist() == [p[-1] for p in positions]
 
 
 def test_nothing_happens_without_restriction() -> None:

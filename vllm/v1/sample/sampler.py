@@ -17,6 +17,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.sample.ops.penalties import apply_all_penalties, apply_counted_penalties
+from vllm.v1.sample.ops.row_max import row_max, row_topk
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -50,8 +51,11 @@ class Sampler(nn.Module):
         sampling_metadata: SamplingMetadata,
         predict_bonus_token: bool = False,
         logprobs_mode_override: str | None = None,
-    ) -> tuple[SamplerOutput, list[int]]:
-        """`forward`, and the rows whose token means nothing: every token is banned, or the best logit is not finite."""
+    ) -> tuple[SamplerOutput, dict[int, int]]:
+        """`forward`, and the rows whose token means nothing with their number of NaN logits, at least 1.
+
+        Such a row has a NaN, an infinite logit, or no token that is not banned.
+        """
         mode = logprobs_mode_override or self.logprobs_mode
         wanted = sampling_metadata.max_num_logprobs is not None or bool(sampling_metadata.logprob_token_ids)
         reported: Tensor | None = None
@@ -61,16 +65,17 @@ class Sampler(nn.Module):
             reported = logits.to(torch.float32, copy=True)
         logits = logits.to(torch.float32)
         logits = self.apply_logits_processors(logits, sampling_metadata, predict_bonus_token)
-        bad = (~torch.isfinite(logits.amax(dim=-1))).nonzero().flatten()
-        if bad.numel():
-            logits[bad] = 0.0
-        sampled, processed = self.sample(logits, sampling_metadata, logprobs_mode_override)
+        best, greedy = row_max(logits)
+        bad = find_nans(logits, ~torch.isfinite(best))
+        if bad:
+            logits[list(bad)] = 0.0
+        sampled, processed = self._sample(logits, sampling_metadata, mode, greedy)
         if processed is not None:
             reported = processed
         tensors = None
         if wanted and reported is not None:
             tensors = self._gather(reported, sampling_metadata, sampled)
-        return SamplerOutput(sampled.to(torch.int32).unsqueeze(-1), tensors), bad.tolist()
+        return SamplerOutput(sampled.to(torch.int32).unsqueeze(-1), tensors), bad
 
     @staticmethod
     def apply_temperature(logits: Tensor, temp: Tensor, all_random: bool) -> Tensor:
@@ -82,21 +87,26 @@ class Sampler(nn.Module):
     @staticmethod
     def greedy_sample(logits: Tensor) -> Tensor:
         """The most likely token per row, int64; the lowest id among equals."""
-        return logits.argmax(dim=-1).view(-1)
+        return row_max(logits)[1]
 
     def sample(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: str | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens int64 `[rows]`, and processed logits or log probabilities if the mode wants them."""
-        mode = logprobs_mode_override or self.logprobs_mode
-        greedy = None if sampling_metadata.all_random else self.greedy_sample(logits)
-        if greedy is not None and sampling_metadata.all_greedy:
+        greedy = self.greedy_sample(logits)
+        return self._sample(logits, sampling_metadata, logprobs_mode_override or self.logprobs_mode, greedy)
+
+    def _sample(
+        self, logits: Tensor, sampling_metadata: SamplingMetadata, mode: str, greedy: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        if sampling_metadata.all_greedy:
             return greedy, _processed(logits, mode)
         if sampling_metadata.temperature is None:
             raise ValueError("temperature must be given unless all rows are greedy")
         logits = self.apply_temperature(logits, sampling_metadata.temperature, sampling_metadata.all_random)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
-            logits = processor.apply(logits)
+            if not processor.is_idle():
+                logits = processor.apply(logits)
         self.topk_topp_sampler.logprobs_mode = mode
         drawn, processed = self.topk_topp_sampler(
             logits,
@@ -105,7 +115,7 @@ class Sampler(nn.Module):
             sampling_metadata.top_p,
             sampling_metadata.draws,
         )
-        if greedy is None:
+        if sampling_metadata.all_random:
             return drawn, processed
         return torch.where(sampling_metadata.temperature < SAMPLING_EPS, greedy, drawn), processed
 
@@ -124,7 +134,7 @@ class Sampler(nn.Module):
         chosen_logprobs = logprobs.gather(-1, chosen)
         ranks = batched_count_greater_than(logprobs, chosen_logprobs)
         count = logprobs.shape[-1] if num_logprobs == -1 else min(num_logprobs, logprobs.shape[-1])
-        values, ids = logprobs.topk(count, dim=-1)
+        values, ids = row_topk(logprobs, count)
         return LogprobsTensors(
             torch.cat([chosen, ids], dim=1).to(torch.int32),
             torch.cat([chosen_logprobs, values], dim=1),
@@ -148,7 +158,8 @@ class Sampler(nn.Module):
         if sampling_metadata.bad_words_token_ids:
             apply_bad_words(logits, sampling_metadata.bad_words_token_ids, outputs)
         for processor in sampling_metadata.logitsprocs.non_argmax_invariant:
-            logits = processor.apply(logits)
+            if not processor.is_idle():
+                logits = processor.apply(logits)
         return self.apply_penalties(logits, sampling_metadata, outputs)
 
     @staticmethod
@@ -170,6 +181,24 @@ class Sampler(nn.Module):
         return apply_all_penalties(
             logits, sampling_metadata.prompt_token_ids, presence, frequency, repetition, output_token_ids
         )
+
+
+def find_nans(logits: Tensor, suspects: Tensor) -> dict[int, int]:
+    """Row → number of NaN logits, at least 1, of the rows where the bool `suspects[row]` is True."""
+    if not bool(suspects.any()):
+        return {}
+    rows = suspects.nonzero().flatten()
+    counts = torch.isnan(logits[rows]).sum(dim=-1).clamp(min=1)
+    return dict(zip(rows.tolist(), counts.tolist(), strict=True))
+
+
+def may_hide_nans(metadata: SamplingMetadata) -> bool:
+    """Whether a rule may overwrite logits, so that a NaN must be looked for before the rules run."""
+    return (
+        metadata.allowed_token_ids_mask is not None
+        or bool(metadata.bad_words_token_ids)
+        or any(not processor.is_idle() for processor in metadata.logitsprocs.all)
+    )
 
 
 def _processed(logits: Tensor, mode: str) -> Tensor | None:

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.sampler import Sampler, find_nans, may_hide_nans
 from vllm.v1.worker.sampling_rows import SamplingRows
 
 logger = init_logger(__name__)
@@ -57,26 +57,18 @@ class RowSampler:
         self, logits: Tensor, rows: SamplingRows, metadata: SamplingMetadata, grammar: GrammarOutput | None
     ) -> SampledRows:
         """One token per row of fp32 logits `[rows, vocab]`, which are used up."""
-        failed = self._count_nans(logits)
-        if failed:
-            logits[list(failed)] = 0.0
+        failed: dict[int, int] = {}
+        if grammar is not None or may_hide_nans(metadata):
+            # The maximum of a row is NaN exactly if one of its entries is.
+            failed = find_nans(logits, torch.isnan(logits.amax(dim=-1)))
+            if failed:
+                logits[list(failed)] = 0.0
         if grammar is not None:
             apply_grammar_bitmask(logits, grammar, rows)
         output, unsampleable = self.sampler.sample_rows(logits, metadata)
-        for row in unsampleable:
-            failed.setdefault(row, 1)
         tensors = output.logprobs_tensors
         tokens: list[int] = output.sampled_token_ids.flatten().tolist()
-        return SampledRows(tokens, None if tensors is None else tensors.tolists(), failed)
-
-    @staticmethod
-    def _count_nans(logits: Tensor) -> dict[int, int]:
-        """Rows with NaN → how many. The maximum of a row is NaN exactly if one of its entries is."""
-        bad = torch.isnan(logits.amax(dim=-1)).nonzero().flatten()
-        if bad.numel() == 0:
-            return {}
-        counts = torch.isnan(logits[bad]).sum(dim=-1)
-        return dict(zip(bad.tolist(), counts.tolist(), strict=True))
+        return SampledRows(tokens, None if tensors is None else tensors.tolists(), {**unsampleable, **failed})
 
 
 def describe_failed(req_ids: Sequence[str], failed: dict[int, int]) -> dict[str, int] | None:

@@ -65,6 +65,9 @@ class AdapterLogitsProcessor(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self.req_info, batch_update, self._new_state)
 
+    def is_idle(self) -> bool:
+        return not self.req_info
+
     def apply(self, logits: Tensor) -> Tensor:
         for row, function in self.req_info.items():
             try:

@@ -131,6 +131,9 @@ class MinPLogitsProcessor(LogitsProcessor):
             self._min_p = np.concatenate([self._min_p, np.zeros(needed, dtype=np.float32)])
         return self._min_p
 
+    def is_idle(self) -> bool:
+        return not self.min_p_count
+
     def apply(self, logits: Tensor) -> Tensor:
         if not self.min_p_count:
             return logits
@@ -160,6 +163,9 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
         ]
         rows, tokens, values = zip(*triples, strict=True) if triples else ((), (), ())
         self._index.rebuild(rows, tokens, values)
+
+    def is_idle(self) -> bool:
+        return not self._biases
 
     def apply(self, logits: Tensor) -> Tensor:
         if self._biases:
@@ -198,6 +204,9 @@ class MinTokensLogitsProcessor(LogitsProcessor):
                 (row, token) for row, (_, _, stop) in sorted(self._waiting.items()) for token in sorted(stop)
             ]
             self._index.rebuild([row for row, _ in pairs], [token for _, token in pairs])
+
+    def is_idle(self) -> bool:
+        return not self._waiting
 
     def apply(self, logits: Tensor) -> Tensor:
         if self._waiting:

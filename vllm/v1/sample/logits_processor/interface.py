@@ -72,6 +72,10 @@ class LogitsProcessor(ABC):
         """True if the most likely token stays the most likely one; such a processor is skipped for greedy rows."""
         raise NotImplementedError
 
+    def is_idle(self) -> bool:
+        """True only if `apply` would change nothing in this step; then it is not called."""
+        return False
+
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch; None: no row was added, removed or moved (output ids may still have grown)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -10,4 +11,5 @@ def batched_count_greater_than(x: Tensor, values: Tensor) -> Tensor:
 
     With the value being in the row, this is its rank: 1 = largest, ties share the worst rank of theirs.
     """
-    return (x >= values).sum(dim=-1)
+    # Counted in float32, which is exact up to 2**24 and faster than summing booleans.
+    return torch.ge(x, values, out=torch.empty_like(x, dtype=torch.float32)).sum(dim=-1).to(torch.int64)
