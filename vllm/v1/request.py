@@ -307,6 +307,16 @@ class Request:
         if self._block_hasher is not None:
             self.block_hashes.extend(self._block_hasher(self))
 
+    def append_sampled_token(self, token_id: int, hash_block_size: int, hash_lookahead: int) -> None:
+        """As :meth:`append_output_token_ids` for one token, asking the hasher only where a block can be full.
+
+        That is after ``hash_block_size`` further tokens, or ``hash_lookahead`` later (see the block hasher).
+        """
+        self._output_token_ids.append(token_id)
+        self._all_token_ids.append(token_id)
+        if (len(self._all_token_ids) - hash_lookahead) % hash_block_size == 0:
+            self.update_block_hashes()
+
     def update_block_hashes(self) -> None:
         """Hash the blocks that are full and have no hash yet.  Nothing happens without a hasher."""
         if self._block_hasher is not None:

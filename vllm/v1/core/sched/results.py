@@ -174,9 +174,11 @@ class Results(Upkeep):
         request.num_in_flight_tokens = max(0, request.num_in_flight_tokens - num_scheduled)
         if request.num_output_placeholders > 0:
             request.num_output_placeholders -= 1
-        request.append_output_token_ids(tokens[0])
-        if self._hash_on_arrival:
-            confirmed = request.num_computed_tokens - request.num_in_flight_tokens
+        lookahead = self.params.hash_lookahead_tokens
+        request.append_sampled_token(tokens[0], self.hash_block_size, lookahead)
+        confirmed = request.num_computed_tokens - request.num_in_flight_tokens
+        may_fill = num_scheduled > 1 or lookahead > 0 or confirmed % self.hash_block_size == 0
+        if self._hash_on_arrival and may_fill:
             self._offer_hashes(request, min(confirmed, len(request._all_token_ids)))
         output = EngineCoreOutput(request.request_id, tokens)
         if request.prefill_stats is not None:

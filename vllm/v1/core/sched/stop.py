@@ -19,13 +19,10 @@ def check_stop(request: Request, max_model_len: int) -> bool:
 
     Pooling requests are not tested here: they end with their first output.
     """
-    sampling = request.sampling_params
-    if sampling is None:
+    sampling, outputs = request.sampling_params, request._output_token_ids
+    if sampling is None or not outputs:
         return False
-    num_outputs = request.num_output_tokens
-    if num_outputs == 0:
-        return False
-    last_token = request.output_token_ids[-1]
+    last_token = outputs[-1]
     if last_token == sampling.eos_token_id:
         request.status = RequestStatus.FINISHED_STOPPED
         return True
@@ -34,13 +31,13 @@ def check_stop(request: Request, max_model_len: int) -> bool:
         request.status = RequestStatus.FINISHED_STOPPED
         request.stop_reason = last_token
         return True
-    if request.num_tokens >= max_model_len or num_outputs >= request.max_tokens:
+    if len(outputs) >= request.max_tokens or len(request._all_token_ids) >= max_model_len:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return True
     detection = sampling.repetition_detection
-    if detection is None or num_outputs < sampling.min_tokens:
+    if detection is None or len(outputs) < sampling.min_tokens:
         return False
-    if check_sequence_repetition(request.output_token_ids, detection):
+    if check_sequence_repetition(outputs, detection):
         request.status = RequestStatus.FINISHED_REPETITION
         request.stop_reason = REPETITION_STOP_REASON
         return True
