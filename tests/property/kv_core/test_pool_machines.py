@@ -155,8 +155,9 @@ class PoolMachine(RuleBasedStateMachine):
             self.refs[block_id] -= 1
             if self.refs[block_id] == 0:
                 idle.append(block_id)
-        if to_front:
-            self.free[:0] = idle
+        if to_front:  # but behind the blocks that cost nothing to reuse
+            blank = next((i for i, b in enumerate(self.free) if self.keys[b]), len(self.free))
+            self.free[blank:blank] = idle
             return
         self.free += [b for b in idle if self.keys[b]]
         self.free[:0] = [b for b in idle if not self.keys[b]]

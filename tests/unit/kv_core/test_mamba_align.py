@@ -198,6 +198,29 @@ class TestFineGrained:
         kv.free(first)
         check_invariants(kv, at_rest=True)
 
+    def test_an_entry_that_moved_is_taken_back_when_its_step_fails(self, kv: KVCacheManager) -> None:
+        first = self.prefill(kv, "a", range(55), 48, 4)
+        first.num_in_flight_tokens = 4  # the step that computes [48, 52) is still running
+        kv.new_step_starts(1)
+        assert step(kv, first, 3)
+        ((_, keeper),) = kv.take_kv_cache_block_copies()
+        kv.evict_unconfirmed(first, 48)
+        assert kv.block_pool.blocks[keeper].block_hash is None
+        kv.free(first)
+        kv.new_step_starts()
+        kv.new_step_starts()
+        check_invariants(kv, at_rest=True)
+
+    def test_a_confirmed_entry_that_moved_stays(self, kv: KVCacheManager) -> None:
+        first = self.prefill(kv, "a", range(55), 48, 4, 3)
+        ((_, keeper),) = kv.take_kv_cache_block_copies()
+        kv.new_step_starts()
+        first.append_output_token_ids(1)
+        assert step(kv, first, 1)
+        kv.evict_unconfirmed(first, 52)
+        kv.evict_unconfirmed(first, 0)
+        assert kv.block_pool.blocks[keeper].block_hash is not None
+
     def test_hit_inside_a_block_copies_the_shared_tails(self, kv: KVCacheManager) -> None:
         first = self.prefill(kv, "a", range(55), 48, 4, 3)
         kv.take_kv_cache_block_copies()

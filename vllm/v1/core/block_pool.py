@@ -7,7 +7,6 @@ must not know requests beyond what hashing reads of them, nor which group or kin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
 from typing import Protocol
 
 from vllm.distributed.kv_event_types import MEDIUM_GPU, AnyKVCacheEvent
@@ -184,9 +183,13 @@ class BlockPool:
 
         Blocks that were in front without a hash stay there: reusing them costs nothing.
         """
-        idle, queue = self._release(ordered_blocks), self.free_block_queue
-        blank = list(takewhile(lambda block: block.block_hash is None, queue.iter_blocks_after(None)))
-        queue.prepend_n([*queue.popleft_n(len(blank)), *idle])
+        queue = self.free_block_queue
+        cursor = queue.fake_free_list_head
+        for block in queue.iter_blocks_after(None):
+            if block.block_hash is not None:
+                break
+            cursor = block
+        queue.insert_n_after(cursor, self._release(ordered_blocks))
 
     def unpin_blocks(self, blocks: Sequence[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Free the blocks, whose bytes stay readable until they are handed out: then `on_reuse(block)` is called.

@@ -66,37 +66,30 @@ class FreeKVCacheBlockQueue:
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put `blocks` at the tail, in order."""
-        if not blocks:
-            return
-        tail = self.fake_free_list_tail
-        last = tail.prev_free_block
+        last = self.fake_free_list_tail.prev_free_block
         assert last is not None
-        for block in blocks:
-            if block.prev_free_block is not None:
-                raise RuntimeError(f"block {block.block_id} is already in the free queue")
-            block.prev_free_block = last
-            last.next_free_block = block
-            last = block
-        last.next_free_block = tail
-        tail.prev_free_block = last
-        self.num_free_blocks += len(blocks)
+        self.insert_n_after(last, blocks)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put `blocks` at the front, in order: the first of them is handed out next."""
-        if not blocks:
-            return
-        head = self.fake_free_list_head
-        first = head.next_free_block
-        assert first is not None
-        last = head
+        self.insert_n_after(self.fake_free_list_head, blocks)
+
+    def insert_n_after(self, cursor: KVCacheBlock, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put `blocks` behind `cursor`, a queued block or the head sentinel, in order.
+
+        RuntimeError if one of them is queued already.
+        """
+        following = cursor.next_free_block
+        assert following is not None
+        last = cursor
         for block in blocks:
             if block.prev_free_block is not None:
                 raise RuntimeError(f"block {block.block_id} is already in the free queue")
             block.prev_free_block = last
             last.next_free_block = block
             last = block
-        last.next_free_block = first
-        first.prev_free_block = last
+        last.next_free_block = following
+        following.prev_free_block = last
         self.num_free_blocks += len(blocks)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:

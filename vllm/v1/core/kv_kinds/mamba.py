@@ -73,6 +73,7 @@ class MambaManager(SingleTypeKVCacheManager):
         ] = {}  # tokens that the running state covers once the step has run
         self._unaligned_column: dict[str, int] = {}  # left behind in the middle of its block
         self._pending_boundaries: dict[str, list[tuple[BlockHashWithGroupId, int]]] = {}
+        self._keepers: dict[str, list[tuple[KVCacheBlock, BlockHashWithGroupId, int]]] = {}
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
@@ -176,7 +177,7 @@ class MambaManager(SingleTypeKVCacheManager):
         num_columns = num_before - (self.num_speculative_blocks if owned else 0)
         target = self._column_of(num_tokens_main_model)
         if target < num_columns:
-            self._make_writable(blocks, target)
+            self._make_writable(request_id, target)
             if not owned:
                 blocks += self._new_blocks(self.num_speculative_blocks)
         else:
@@ -207,15 +208,17 @@ class MambaManager(SingleTypeKVCacheManager):
         """The column that holds the state after that many tokens."""
         return max(0, cdiv(num_tokens, self.block_size) - 1)
 
-    def _make_writable(self, blocks: list[KVCacheBlock], column: int) -> None:
+    def _make_writable(self, request_id: str, column: int) -> None:
         """Before the running state is overwritten, its cache entry moves to a copy of it.
 
         The table keeps its block, because columns of a running request cannot be replaced at the worker.
         """
-        running = blocks[column]
+        running = self.req_to_blocks[request_id][column]
         if running.block_hash is None:
             return
         (keeper,) = self.block_pool.get_new_blocks(1)
+        entry = (keeper, running.block_hash, running.block_hash_num_tokens or 0)
+        self._keepers.setdefault(request_id, []).append(entry)
         self.block_pool.move_block_hashes(running, keeper)
         self.block_pool.touch((running,))
         self._pending_copies.append(
@@ -366,6 +369,21 @@ class MambaManager(SingleTypeKVCacheManager):
         column = self._column_of(self._state_position.get(request_id, 0))
         return blocks[column] if blocks and column < len(blocks) else None
 
+    def remove_skipped_blocks(
+        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int = 0
+    ) -> None:
+        super().remove_skipped_blocks(request_id, total_computed_tokens, num_prompt_tokens)
+        if request_id in self._keepers:  # what is confirmed can no longer turn out to be wrong
+            unconfirmed = [entry for entry in self._keepers[request_id] if entry[2] > total_computed_tokens]
+            self._keepers[request_id] = unconfirmed
+
+    def evict_after(self, request_id: str, num_tokens: int) -> None:
+        """Also takes back entries that have moved to a copy of a state that turns out not to have been computed."""
+        super().evict_after(request_id, num_tokens)
+        for keeper, key, covered in self._keepers.pop(request_id, ()):
+            if covered > num_tokens and keeper.block_hash == key:
+                self.block_pool.evict_blocks([keeper.block_id])
+
     def entries_by_request(self) -> dict[str, list[str]]:
         return {
             **super().entries_by_request(),
@@ -373,6 +391,7 @@ class MambaManager(SingleTypeKVCacheManager):
             "state position": list(self._state_position),
             "unaligned column": list(self._unaligned_column),
             "pending boundaries": list(self._pending_boundaries),
+            "kept states": list(self._keepers),
             "ownership": sorted(self._allocated_block_reqs),
         }
 
@@ -383,6 +402,7 @@ class MambaManager(SingleTypeKVCacheManager):
             self._state_position,
             self._unaligned_column,
             self._pending_boundaries,
+            self._keepers,
         ):
             entries.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
