@@ -13,6 +13,8 @@ _PRIME = 0x9E3779B97F4A7C15
 EOS = 0
 ALPHABET = 3
 """Tokens 1..ALPHABET are ordinary ones; few, so that continuations coincide often."""
+NONSENSE = 99
+"""What the model says if it read wrong bytes. No answer contains it."""
 
 
 def extend(fingerprint: int, token: int) -> int:

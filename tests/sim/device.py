@@ -92,9 +92,15 @@ class Rows:
     version: int = 0
     trusted: bool = True
     """False: the result is void already, so what it reads does not matter."""
+    shadowed: bool = False
+    """Scheduled while a step that fails was ahead: it may read what that step should have written. Its result is then
+    nonsense, as on a real device, and the scheduler must not let anybody see it."""
+    void: bool = False
 
     def stamp(self, group: int, num_tokens: int) -> int:
         """What a group must hold for the prefix of that many tokens."""
+        if self.void:
+            return POISON
         return versioned(in_group(self.chain.prints[num_tokens], group), self.version)
 
     def block(self, group: int, index: int) -> int:
@@ -131,7 +137,10 @@ class Group:
 
     def _expect(self, memory: Memory, rows: Rows, block: int, slot: int, num_tokens: int) -> None:
         got = memory.page(block).read(self.group_id, slot) if block else POISON
-        if got == rows.stamp(self.group_id, num_tokens) or not rows.trusted:
+        if rows.void or not rows.trusted or got == rows.stamp(self.group_id, num_tokens):
+            return
+        if rows.shadowed:
+            rows.void = True
             return
         where = f"block {block} slot {slot} of group {self.group_id} ({type(self.spec).__name__})"
         what = "null block" if block == 0 else ("poison" if got == POISON else "another prefix")
@@ -248,3 +257,22 @@ def forward(memory: Memory, groups: Sequence[Group], batch: Sequence[Rows]) -> N
     for group in groups:
         for rows in batch:
             group.read(memory, rows)
+    spoil(memory, groups, batch)
+
+
+def spoil(memory: Memory, groups: Sequence[Group], batch: Sequence[Rows]) -> None:
+    """What was computed from nonsense is nonsense, and so is what was computed from that in the same step."""
+    spoilt = {rows.request_id for rows in batch if rows.void}
+    while spoilt:
+        for group in groups:
+            for rows in batch:
+                if rows.void:
+                    group.write(memory, rows)
+        for group in groups:
+            for rows in batch:
+                if not rows.void:
+                    group.read(memory, rows)
+        now = {rows.request_id for rows in batch if rows.void}
+        if now == spoilt:
+            return
+        spoilt = now

@@ -1,10 +1,408 @@
-"""Planted bugs. Each must be caught within 100 seeds: this tests the tester."""
+"""Planted bugs, each the smallest form of something that has gone wrong in an engine of this kind.
+
+Each must be caught within 100 seeds: this tests the tester. A mutant that survives shows a blind spot.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+from tests.sim.worker import SimWorker
+from vllm.v1.core import block_hasher
+from vllm.v1.core.block_index import BlockIndex
+from vllm.v1.core.block_lease import Lease
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
+from vllm.v1.core.kv_kinds.mamba import MambaManager
+from vllm.v1.core.kv_kinds.sliding_window import SlidingWindowManager
+from vllm.v1.core.sched.lifecycle import RequestLifecycle
+from vllm.v1.core.sched.remote_wait import RemoteWaits
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.simple_kv_offload.load_side import LoadSide
+from vllm.v1.simple_kv_offload.lookup import Promises
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+from vllm.v1.simple_kv_offload.store_policy import StoreRequestState
+from vllm.v1.simple_kv_offload.store_side import StoreSide
+from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer
 
 Mutant = Callable[[], AbstractContextManager[object]]
 
-MUTANTS: dict[str, Mutant] = {"none": nullcontext}
+
+def _replaced(owner: type, name: str, make: Callable[[Any], Any]) -> Mutant:
+    """A mutant that replaces one method by `make(the original)`."""
+
+    def plant() -> AbstractContextManager[object]:
+        return patch.object(owner, name, make(getattr(owner, name)))
+
+    return plant
+
+
+def _no_lease_on_a_hit() -> AbstractContextManager[object]:
+    """Hits of requests are adopted without a reference."""
+
+    def mutate(original: Any) -> Any:
+        def adopt(self: Any, *args: Any, **kwargs: Any) -> None:
+            with patch.object(BlockPool, "touch", lambda *_: None):
+                original(self, *args, **kwargs)
+
+        return adopt
+
+    return patch.object(
+        SingleTypeKVCacheManager,
+        "add_local_computed_blocks",
+        mutate(SingleTypeKVCacheManager.add_local_computed_blocks),
+    )
+
+
+def _no_lease_below(original: Any) -> Any:
+    """OFF-01: what a lookup promises may be evicted before it is taken."""
+
+    def lookup(self: Any, request: Any, local_tokens: int) -> int:
+        tokens = original(self, request, local_tokens)
+        promise = self._by_request.get(request.request_id)
+        if promise is not None:
+            promise.lease.release()
+            promise.lease = Lease(self._tier.pool, (), "nothing")
+        return int(tokens)
+
+    return lookup
+
+
+def _release_before_the_copy_ends(original: Any) -> Any:
+    """XFER-04: the blocks of a copy are let go when it is submitted."""
+
+    def submit(self: Any) -> None:
+        original(self)
+        for side in ("_device", "_tier"):
+            lease = getattr(self, side)
+            blocks = list(lease.blocks)
+            lease.release()
+            object.__setattr__(self, side, Lease(lease._pool, (), "gone"))
+            getattr(self, side)._blocks = blocks
+
+    return submit
+
+
+def _commit_before_the_copy_ends(original: Any) -> Any:
+    """Content is findable below as soon as its copy is submitted."""
+
+    def submit(self: Any) -> Any:
+        answer = original(self)
+        for transfer in answer[1] if answer else ():
+            for slot, keys in zip(transfer.tier_blocks, transfer.keys, strict=True):
+                self._tier.commit(slot, keys)
+            transfer.keys = [() for _ in transfer.keys]
+        return answer
+
+    return submit
+
+
+def _commit_without_index(original: Any) -> Any:
+    """A block gets its hash but nobody can find it."""
+
+    def add(self: Any, key: Any, block: Any, num_tokens: Any) -> None:
+        original(self, key, block, num_tokens)
+        if block.block_id % 3 == 0:
+            self.map.pop(key, block.block_id)
+
+    return add
+
+
+def _skip_compute_done(original: Any) -> Any:
+    """Stores do not wait for the step that computes their blocks."""
+
+    def execute(self: Any, step: Any, rng: Any) -> None:
+        self._submit_copies(step, rng)
+        for lanes in self.lanes:
+            lanes.finish_all()
+        with patch.object(SimWorker, "_submit_copies", lambda *_: None):
+            original(self, step, rng)
+
+    return execute
+
+
+def _copy_reads_late(original: Any) -> Any:
+    """XFER-04, seen from the device: blocks go to others while the copy still has to read them."""
+
+    def store(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for transfer in self.planned[-1:]:
+            blocks = list(transfer._device.blocks)
+            transfer._device.release()
+            transfer._device = Lease(self.stores.device, (), "late reader")
+            transfer._device._blocks = blocks
+
+    return store
+
+
+def _lose_an_event(original: Any) -> Any:
+    """Some removals are not announced."""
+
+    def report(self: Any, key: Any) -> None:
+        if key[0] % 4:
+            original(self, key)
+
+    return report
+
+
+def _double_an_event(original: Any) -> Any:
+    """Some removals are announced twice."""
+
+    def report(self: Any, key: Any) -> None:
+        original(self, key)
+        if key[0] % 4 == 0:
+            original(self, key)
+
+    return report
+
+
+def _wrong_parent(original: Any) -> Any:
+    """EVT-04: the parent in an event is the block written last, not the one before."""
+
+    def report(self: Any, hashes: Any, infos: Any, group_id: int) -> None:
+        original(self, hashes, infos, group_id)
+        event = self.events[-1]
+        if len(self.events) > 1 and hasattr(self.events[-2], "token_ids"):
+            event.parent_block_hash = self.events[-2].block_hashes[-1]
+
+    return report
+
+
+def _leak_on_deferral(original: Any) -> Any:
+    """A promise that is asked for again is forgotten instead of released."""
+
+    def withdraw(self: Any, request_id: str) -> None:
+        self._by_request.pop(request_id, None)
+
+    del original
+    return withdraw
+
+
+def _load_while_loading(original: Any) -> Any:
+    """A request may be promised a load while its earlier one still runs."""
+    del original
+    return lambda self, request_id: False
+
+
+def _double_free_on_abort(original: Any) -> Any:
+    """SCH-03: the end of a request runs twice."""
+
+    def release(self: Any, request: Any) -> None:
+        blocks = [
+            block
+            for manager in self.kv_cache_manager.coordinator.single_type_managers
+            for block in manager.req_to_blocks.get(request.request_id, ())
+            if not block.is_null and block.ref_cnt > 1
+        ]
+        original(self, request)
+        self.kv_cache_manager.block_pool.free_blocks(b for b in blocks if b.ref_cnt > 0)
+
+    return release
+
+
+def _stop_at_the_first_misfit(original: Any) -> Any:
+    """SCH-01: finished loads wait behind a queue head that cannot fit."""
+
+    def end_loads(self: Any) -> None:
+        if not self.waiting:
+            original(self)
+
+    return end_loads
+
+
+def _keep_the_old_table(original: Any) -> Any:
+    """OFF-09: a resumed request's table is extended instead of replaced."""
+    del original
+
+    def replace_table(self: Any, block_ids: Any) -> None:
+        if block_ids:
+            self.extend_table(block_ids)
+
+    return replace_table
+
+
+def _failed_store_counts_as_done(original: Any) -> Any:
+    """STORE-02: rejected puts are taken for stored."""
+
+    def report(self: Any, counts: Any, *, ok: bool) -> None:
+        original(self, counts, ok=True)
+
+    return report
+
+
+def _failed_load_counts_as_done(original: Any) -> Any:
+    """PFX-12: a request goes on with blocks whose load failed."""
+
+    def report(self: Any, request_id: str, failed: bool) -> Any:
+        return original(self, request_id, False)
+
+    return report
+
+
+def _one_rank_is_enough(original: Any) -> Any:
+    """XFER-06 turned round: a store is done as soon as the first rank says so."""
+
+    def init(self: Any, expected_reports: int) -> None:
+        original(self, 1)
+
+    return init
+
+
+def _tier_stays_warm(original: Any) -> Any:
+    """PFX-14: a reset leaves the lower tier findable."""
+
+    def invalidate(self: Any) -> int:
+        if self.medium != "GPU":
+            return self.num_gpu_blocks - 1 - self.get_num_free_blocks()
+        return int(original(self))
+
+    return invalidate
+
+
+def _device_stays_warm(original: Any) -> Any:
+    """PFX-15: a reset that is refused leaves old entries findable."""
+
+    def invalidate(self: Any) -> int:
+        if self.medium == "GPU":
+            return self.num_gpu_blocks - 1 - self.get_num_free_blocks()
+        return int(original(self))
+
+    return invalidate
+
+
+def _salt_is_ignored() -> AbstractContextManager[object]:
+    """PFX-06: requests with different salts share blocks."""
+    original = block_hasher.generate_block_hash_extra_keys
+
+    def keys(request: Any, start: int, end: int, index: int) -> Any:
+        found, following = original(request, start, end, index)
+        kept = tuple(k for k in found or () if k[0] != "cache_salt")
+        return (kept or None), following
+
+    return patch.object(block_hasher, "generate_block_hash_extra_keys", keys)
+
+
+def _adapter_is_ignored() -> AbstractContextManager[object]:
+    """STORE-06: requests with different adapters share blocks."""
+    original = block_hasher.generate_block_hash_extra_keys
+
+    def keys(request: Any, start: int, end: int, index: int) -> Any:
+        found, following = original(request, start, end, index)
+        kept = tuple(k for k in found or () if k[0] != "lora")
+        return (kept or None), following
+
+    return patch.object(block_hasher, "generate_block_hash_extra_keys", keys)
+
+
+def _nothing_left_to_compute(original: Any) -> Any:
+    """PFX-09: a prompt that is cached whole leaves no token to compute."""
+
+    def computed(self: Any, request: Any, max_cache_hit_length: int | None = None) -> Any:
+        return original(self, request, request.num_tokens)
+
+    return computed
+
+
+def _window_slides_too_early(original: Any) -> Any:
+    """XFER-02: blocks leave the window by what is scheduled, not by what has been computed."""
+
+    def skipped(self: Any, num_computed_tokens: int) -> int:
+        return int(original(self, num_computed_tokens + 2))
+
+    return skipped
+
+
+def _state_is_hit_before_it_exists(original: Any) -> Any:
+    """A state hashed in this very step is read by another request of the step."""
+    del original
+    return lambda self, blocks: None
+
+
+def _running_state_is_overwritten(original: Any) -> Any:
+    """PFX-08 for states: a cached state is written in place."""
+    del original
+    return lambda self, blocks, column: None
+
+
+def _unconfirmed_hashes_stay(original: Any) -> Any:
+    """PFX-20: what a failed step was to compute stays findable."""
+    del original
+    return lambda self, request, num_confirmed_tokens: None
+
+
+def _frees_at_once(original: Any) -> Any:
+    """XFER-02: blocks of a step in flight become the target of a load."""
+
+    def free(self: Any, request: Any) -> None:
+        self.defer_block_free = False
+        original(self, request)
+
+    return free
+
+
+def _first_chunk_only(original: Any) -> Any:
+    """OFF-23: continuation chunks are never stored."""
+
+    def plan(self: Any, output: Any) -> None:
+        if output.scheduled_new_reqs:
+            original(self, output)
+
+    return plan
+
+
+def _nothing_stored_at_the_end(original: Any) -> Any:
+    """OFF-04: what is not stored when a request ends is lost."""
+    del original
+
+    def finish(self: Any, request: Any, block_ids: Any) -> None:
+        self.forget_request(request.request_id)
+
+    return finish
+
+
+def _goes_idle_too_early(original: Any) -> Any:
+    """OFF-20: the engine stops stepping although copies are under way."""
+    del original
+    return lambda self: False
+
+
+MUTANTS: dict[str, Mutant] = {
+    "none": nullcontext,
+    "no lease on a hit": _no_lease_on_a_hit,
+    "no lease below": _replaced(Promises, "lookup", _no_lease_below),
+    "release before the copy ends": _replaced(Transfer, "submit", _release_before_the_copy_ends),
+    "commit before the copy ends": _replaced(StoreSide, "submit", _commit_before_the_copy_ends),
+    "commit without index": _replaced(BlockIndex, "add", _commit_without_index),
+    "skip compute done": _replaced(SimWorker, "execute", _skip_compute_done),
+    "copy reads late": _replaced(StoreSide, "plan", _copy_reads_late),
+    "lose an event": _replaced(BlockIndex, "_report_removed", _lose_an_event),
+    "double an event": _replaced(BlockIndex, "_report_removed", _double_an_event),
+    "wrong parent": _replaced(BlockIndex, "_report_run", _wrong_parent),
+    "leak on deferral": _replaced(Promises, "withdraw", _leak_on_deferral),
+    "load while loading": _replaced(LoadSide, "owns", _load_while_loading),
+    "double free on abort": _replaced(RequestLifecycle, "_free_blocks", _double_free_on_abort),
+    "stop at the first misfit": _replaced(Scheduler, "_end_loads", _stop_at_the_first_misfit),
+    "keep the old table": _replaced(StoreRequestState, "replace_table", _keep_the_old_table),
+    "failed store counts as done": _replaced(StoreSide, "report", _failed_store_counts_as_done),
+    "one rank is enough": _replaced(StoreTable, "__init__", _one_rank_is_enough),
+    "tier stays warm": _replaced(BlockPool, "invalidate_prefix_cache", _tier_stays_warm),
+    "device stays warm": _replaced(BlockPool, "invalidate_prefix_cache", _device_stays_warm),
+    "salt is ignored": _salt_is_ignored,
+    "adapter is ignored": _adapter_is_ignored,
+    "nothing left to compute": _replaced(KVCacheManager, "get_computed_blocks", _nothing_left_to_compute),
+    "window slides too early": _replaced(
+        SlidingWindowManager, "get_num_skipped_tokens", _window_slides_too_early
+    ),
+    "state is hit before it exists": _replaced(MambaManager, "_mark_fresh", _state_is_hit_before_it_exists),
+    "running state is overwritten": _replaced(MambaManager, "_make_writable", _running_state_is_overwritten),
+    "unconfirmed hashes stay": _replaced(KVCacheManager, "evict_unconfirmed", _unconfirmed_hashes_stay),
+    "frees at once": _replaced(RequestLifecycle, "_free_blocks", _frees_at_once),
+    "first chunk only": _replaced(StoreSide, "plan_step", _first_chunk_only),
+    "failed load counts as done": _replaced(RemoteWaits, "report", _failed_load_counts_as_done),
+    "goes idle too early": _replaced(SimpleCPUOffloadScheduler, "has_pending_work", _goes_idle_too_early),
+    "nothing stored at the end": _replaced(StoreSide, "finish_request", _nothing_stored_at_the_end),
+}

@@ -19,9 +19,11 @@ from tests.sim.rng import Streams
 from tests.sim.worker import SimWorker, Step
 from tests.sim.workload import Truth, Workload, make_request
 from tests.sim.world import build_world
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.outputs import RequestError
 from vllm.v1.core.block_hash import make_block_hash_with_group_id
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.message_types import FinishReason
@@ -57,6 +59,26 @@ class Run:
         self.idle_steps = 0
         self._writes: dict[int, dict[str, set[int]]] = {}
         self._asked: dict[str, int] = {}
+        if self.world.connector is not None:
+            self._watch_promises(self.world.connector)
+
+    def _watch_promises(self, connector: KVConnectorBase_V1) -> None:
+        """Notice loads that are accepted with fewer tokens than were promised."""
+        ask, accept = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+        promised: dict[str, int] = {}
+
+        def asked(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+            answer = ask(request, num_computed_tokens)
+            promised[request.request_id] = answer[0] or 0
+            return answer
+
+        def accepted(request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+            if 0 < num_external_tokens < promised.pop(request.request_id, 0):
+                self.marks.hit("shortened load")
+            accept(request, blocks, num_external_tokens)
+
+        connector.get_num_new_matched_tokens = asked  # type: ignore[method-assign]
+        connector.update_state_after_alloc = accepted  # type: ignore[method-assign]
 
     # --- views ----------------------------------------------------------------------------------------------------
 
@@ -121,28 +143,28 @@ class Run:
 
     def enabled(self) -> dict[str, int]:
         """Actions that make sense now, with their weights."""
-        weights: dict[str, int] = {"tick": 1}
+        weights: dict[str, int] = {"tick": 10}
         live = len(self.live())
         if live < LIVE_REQUESTS_MAX:
-            weights["arrive"] = 8 if live < 3 else 3
+            weights["arrive"] = 80 if live < 3 else 30
         if live and "abort" not in self.params.actions_off:
-            weights["abort"] = 1
+            weights["abort"] = 7
         if len(self.steps) < self.params.depth and self.scheduler.has_requests():
-            weights["schedule"] = 12
+            weights["schedule"] = 120
         if any(not step.executed for step in self.steps):
-            weights["execute"] = 10
+            weights["execute"] = 100
         if self.steps and self.steps[0].executed:
-            weights["finish"] = 10
+            weights["finish"] = 100
         if any(lanes.movable() for lanes in self.worker.lanes):
-            weights["copy"] = 10
+            weights["copy"] = 100
         if any(job.stalled for lanes in self.worker.lanes for job in lanes.running):
-            weights["unstall"] = 1
+            weights["unstall"] = 10
         if "poison" in self.params.faults:
-            weights["poison"] = 3
+            weights["poison"] = 20
         if "reset" not in self.params.actions_off:
-            weights["reset"] = 1
+            weights["reset"] = 3
         if "pause" not in self.params.actions_off:
-            weights["pause"] = 1 if self.scheduler.pause_state is PauseState.UNPAUSED else 6
+            weights["pause"] = 5 if self.scheduler.pause_state is PauseState.UNPAUSED else 40
         return weights
 
     def act(self, name: str, place: int) -> None:
@@ -202,7 +224,7 @@ class Run:
         output = self.scheduler.schedule()
         del before
         self._check_step(output)
-        step = Step(output, self.worker.version)
+        step = Step(output, self.worker.version, shadowed=any(ahead.fails for ahead in self.steps))
         self.steps.append(step)
         self._writes[id(step)] = self._plan_writes(output)
         if self.fault("step fails", rng) and output.num_scheduled_tokens:
@@ -295,6 +317,7 @@ class Run:
         for request in scheduler.requests.values():
             if request.num_overtaken:
                 self.marks.hit("overtaken")
+        self._mark_hit_without_room(bool(output.num_scheduled_tokens))
         offload = self.offload
         if offload is None:
             return
@@ -311,6 +334,17 @@ class Run:
             self._asked[request_id] = self._asked.get(request_id, 0) + 1
             if self._asked[request_id] > 1:
                 self.marks.hit("repeated ask")
+
+    def _mark_hit_without_room(self, busy: bool) -> None:
+        """The first waiting request has a hit, and what stands in its way can only be memory."""
+        scheduler = self.scheduler
+        if not busy or not scheduler.waiting or len(scheduler.running) >= self.params.max_num_seqs:
+            return
+        request = scheduler.waiting.peek_request()
+        coordinator = scheduler.kv_cache_manager.coordinator
+        _, tokens, _ = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        if tokens and len(self.params.specs) > 1 and scheduler.pause_state is PauseState.UNPAUSED:
+            self.marks.hit("hit in one group without room in another")
 
     def _excuse(self, mark: str) -> None:
         self.marks.hit(mark)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.sim.content import Chain, next_token, root
+from tests.sim.content import NONSENSE, Chain, next_token, root
 from tests.sim.copies import CopyJob, Lanes
 from tests.sim.device import Memory, Rows, forward, make_groups
 from tests.sim.failure import require
@@ -46,6 +46,8 @@ class Step:
     output: SchedulerOutput
     version: int
     fails: bool = False
+    shadowed: bool = False
+    """A step that fails was ahead of it when it was scheduled."""
     executed: bool = False
     sampled: dict[str, list[int]] = field(default_factory=dict)
 
@@ -80,7 +82,7 @@ class SimWorker:
         """Run one step on all ranks; leaves the sampled tokens by request in it, or None if it fails."""
         output, fails = step.output, step.fails
         self._apply_requests(output)
-        batch = [] if fails else self._batch(output, step.version)
+        batch = [] if fails else self._batch(output, step.version, step.shadowed)
         for memory in self.devices:
             for block_id in output.new_block_ids_to_zero or ():
                 memory.page(block_id).poison()
@@ -139,7 +141,7 @@ class SimWorker:
             replay_end,
         )
 
-    def _batch(self, output: SchedulerOutput, version: int) -> list[Rows]:
+    def _batch(self, output: SchedulerOutput, version: int, shadowed: bool) -> list[Rows]:
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -169,6 +171,7 @@ class SimWorker:
                     request.cached_end,
                     version,
                     version == self.version,
+                    shadowed,
                 )
             )
         return batch
@@ -176,7 +179,7 @@ class SimWorker:
     def _sample(self, rows: Rows) -> list[int]:
         if rows.end < len(rows.chain.tokens):
             return []
-        token = next_token(rows.chain.prints[rows.end])
+        token = NONSENSE if rows.void else next_token(rows.chain.prints[rows.end])
         rows.chain.append(token)
         return [token]
 
@@ -209,17 +212,27 @@ class SimWorker:
             self._notice_lost(rank, meta)
             self._failed_loads[rank] |= set(meta.failed_load_reqs)
             if meta.load_event != INVALID_JOB_ID:
-                pairs = list(zip(meta.load_cpu_blocks, meta.load_gpu_blocks, strict=True))
-                ids = meta.load_event_to_reqs[meta.load_event]
-                counts = meta.load_block_counts or [len(pairs)] * len(ids)
-                lanes.submit(
-                    self._job(meta.load_event, False, pairs, list(zip(ids, counts, strict=True)), rng)
-                )
+                self._order_load(rank, meta, step.fails and rng.random() < 0.5, rng)
             if meta.store_event != INVALID_JOB_ID:
+                if step.fails:  # nothing was computed that could be stored
+                    self._lost[rank].failed_store_events[meta.store_event] = 1
+                    continue
                 pairs = list(zip(meta.store_gpu_blocks, meta.store_cpu_blocks, strict=True))
                 lanes.submit(self._job(meta.store_event, True, pairs, [], rng))
         if meta.load_event != INVALID_JOB_ID:
             self._load_order.append(meta.load_event)
+
+    def _order_load(
+        self, rank: int, meta: SimpleCPUOffloadMetadata, never_started: bool, rng: random.Random
+    ) -> None:
+        pairs = list(zip(meta.load_cpu_blocks, meta.load_gpu_blocks, strict=True))
+        ids = meta.load_event_to_reqs[meta.load_event]
+        counts = meta.load_block_counts or [len(pairs)] * len(ids)
+        if never_started:
+            self._failed_loads[rank] |= set(ids)
+            return
+        requests = list(zip(ids, counts, strict=True))
+        self.lanes[rank].submit(self._job(meta.load_event, False, pairs, requests, rng))
 
     def _notice_lost(self, rank: int, meta: SimpleCPUOffloadMetadata) -> None:
         """Orders of earlier steps that never reached this rank are reported, stores as failed, loads as lost."""

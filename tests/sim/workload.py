@@ -50,15 +50,14 @@ class Workload:
         self._salts = rng.random() < 0.3
         self._adapters = rng.random() < 0.3
         self._count = 0
+        self._history: list[list[int]] = []
 
     def draw(self, rng: random.Random) -> Truth:
         """A new request."""
         params = self._params
         self._count += 1
-        prefix = rng.choice(self._prefixes)
-        length = self._length(rng, params.max_model_len - 1)
-        shared = length if rng.random() < 0.5 else min(length, self._length(rng, length))
-        prompt = prefix[:shared] + [rng.randint(1, ALPHABET) for _ in range(length - shared)]
+        prompt = self._prompt(rng, params.max_model_len - 1)
+        self._history.append(prompt)
         salt = rng.choice(("s", "X")) if self._salts and rng.random() < 0.4 else None
         adapter = rng.choice(("a", "X")) if self._adapters and rng.random() < 0.4 else None
         truth = Truth(
@@ -73,6 +72,19 @@ class Workload:
         )
         truth.output = expected_output(truth.chain, truth.max_tokens, params.max_model_len, truth.ignore_eos)
         return truth
+
+    def _prompt(self, rng: random.Random, longest: int) -> list[int]:
+        """An earlier conversation again or continued, else a path in the tree with a tail of its own."""
+        if self._history and rng.random() < 0.4:
+            earlier = rng.choice(self._history[-12:])
+            if rng.random() < 0.5:
+                return list(earlier)
+            more = rng.randint(1, 6)
+            return (earlier + [rng.randint(1, ALPHABET) for _ in range(more)])[:longest]
+        prefix = rng.choice(self._prefixes)
+        length = self._length(rng, longest)
+        shared = length if rng.random() < 0.5 else min(length, self._length(rng, length))
+        return prefix[:shared] + [rng.randint(1, ALPHABET) for _ in range(length - shared)]
 
     def _length(self, rng: random.Random, longest: int) -> int:
         """A length at a block edge, one below or one above."""
