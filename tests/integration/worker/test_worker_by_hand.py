@@ -353,9 +353,34 @@ def test_a_failed_forward_leaves_the_worker_usable(rig, hand, monkeypatch) -> No
         with pytest.raises(RuntimeError, match="kernel failed"):
             rig.worker.execute_model(output)
     assert rig.worker.sample_tokens(None) is None
+    queued = hand.step({"a": 1, "b": 1})
+    assert set(queued) == {"b"}
+    assert hand.step({"a": 1}) == {}
     hand.finish("a")
     hand.step({"b": 1})
-    assert hand.requests["b"].outputs == rig.greedy(prompts["b"], 2)
+    assert hand.requests["b"].outputs == rig.greedy(prompts["b"], 3)
+
+
+def test_a_failed_sampling_leaves_the_worker_usable(rig, hand, monkeypatch) -> None:
+    prompts = {"a": prompt_of(6, 31), "b": prompt_of(8, 32)}
+    hand.add("a", prompts["a"])
+    hand.add("b", prompts["b"])
+    hand.step({"b": 8})
+    runner = rig.worker.model_runner
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("sampler failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.row_sampler, "sample", broken)
+        assert rig.worker.execute_model(hand.build({"a": 6})) is None
+        with pytest.raises(RuntimeError, match="sampler failed"):
+            rig.worker.sample_tokens(None)
+    hand.finish("a")
+    hand.add("a", prompts["a"])
+    hand.step({"b": 1, "a": 6})
+    for req_id, count in (("a", 1), ("b", 2)):
+        assert hand.requests[req_id].outputs == rig.greedy(prompts[req_id], count)
 
 
 def test_block_orders_are_carried_out_before_the_forward(rig, hand) -> None:

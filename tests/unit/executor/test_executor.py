@@ -111,10 +111,10 @@ def test_overlapping_steps_share_one_thread_and_inline_ones_the_callers() -> Non
     for overlapping in (False, True):
         executor = UniProcExecutor(config_for(overlapping))
         executor.execute_model("a", non_block=True)
-        executor.sample_tokens(None, non_block=True)
-        executor.shutdown()
+        executor.sample_tokens(None, non_block=True).result(5)
         (thread,) = worker_of(executor).threads
         assert (thread == "worker_0") == overlapping
+        executor.shutdown()
 
 
 def test_shutdown_is_idempotent_and_ends_health(executor) -> None:

@@ -158,3 +158,21 @@ def test_sampling_at_the_very_end_of_the_width_widens_it() -> None:
     sample(states, a=3)
     assert tokens_of(states, "a")[-1] == 3
     assert isinstance(states.tokens, np.ndarray)
+
+
+def test_requests_of_a_failed_step_get_no_rows_until_they_end(states) -> None:
+    states.apply(step_output({"a": 1, "b": 1}, [new_request("a", [4], [[1]]), new_request("b", [5], [[2]])]))
+    states.give_up(["a", "never added"])
+    scheduled = {"a": 1, "b": 1, "never added": 1}
+    rows = [("a", None, 1, 1), ("b", [[3]], 1, 0), ("never added", None, 1, 1)]
+    states.apply(step_output(scheduled, cached=cached_requests(rows)))
+    assert states.runnable(scheduled) == {"b": 1}
+    states.apply(step_output({"b": 1}, cached=cached_requests([("b", None, 1, 0)]), finished_req_ids={"a"}))
+    states.apply(step_output({"a": 1}, [new_request("a", [4], [[1]])]))
+    assert states.runnable({"a": 1, "b": 1}) == {"a": 1, "b": 1}
+
+
+def test_a_request_that_was_given_up_may_be_sent_anew(states) -> None:
+    states.give_up(["a"])
+    states.apply(step_output({"a": 1}, [new_request("a", [4], [[1]])]))
+    assert states.runnable({"a": 1}) == {"a": 1}

@@ -10,7 +10,7 @@ step's inputs are gathered with a few array operations whatever the order of its
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,11 +78,25 @@ class RequestStates:
         self.replay_start: Int64Array = np.zeros(num_slots, dtype=np.int64)
         self.replay_end: Int64Array = np.zeros(num_slots, dtype=np.int64)
         self._free_slots = list(range(num_slots))
+        # Ids of requests in a step that failed. They get no more rows until the scheduler has ended them, so that
+        # steps queued behind the failed one still serve the others.
+        self._given_up: set[str] = set()
 
     # -- following the scheduler ------------------------------------------------------------------
 
+    def give_up(self, req_ids: Iterable[str]) -> None:
+        """The step of these requests failed; leave them out of later steps until they are ended or sent anew."""
+        self._given_up.update(req_ids)
+
+    def runnable(self, num_scheduled_tokens: Mapping[str, int]) -> Mapping[str, int]:
+        """What is scheduled, without the requests that were given up."""
+        if not self._given_up:
+            return num_scheduled_tokens
+        return {req_id: n for req_id, n in num_scheduled_tokens.items() if req_id not in self._given_up}
+
     def apply(self, output: SchedulerOutput) -> None:
         """Follow one scheduler output. On `ValueError` (it does not match what is known) nothing but ends happened."""
+        self._given_up -= output.finished_req_ids
         for req_id in output.finished_req_ids:
             self.remove(req_id)
         for req_id in output.preempted_req_ids or ():
@@ -104,6 +118,8 @@ class RequestStates:
             arriving.add(new.req_id)
         cached = output.scheduled_cached_reqs
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if req_id in self._given_up:
+                continue
             state = self.by_id.get(req_id)
             if state is None:
                 raise ValueError(f"request {req_id} is scheduled as known, but this worker does not know it")
@@ -119,6 +135,7 @@ class RequestStates:
     def _add(self, new: NewRequestData) -> None:
         """A request seen for the first time, or again after a preemption with all of its tokens."""
         self.remove(new.req_id)
+        self._given_up.discard(new.req_id)
         params = new.sampling_params
         prompt = new.prompt_token_ids
         # Both were checked before anything was changed.
@@ -139,6 +156,8 @@ class RequestStates:
 
     def _update(self, cached: CachedRequestData) -> None:
         for index, req_id in enumerate(cached.req_ids):
+            if req_id in self._given_up:
+                continue
             state = self.by_id[req_id]
             new_blocks = cached.new_block_ids[index]
             all_tokens = cached.all_token_ids.get(req_id)

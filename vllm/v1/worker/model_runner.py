@@ -51,7 +51,8 @@ class _PendingStep:
 class ModelRunner:
     """Runs steps. `load_model` → `get_kv_cache_spec` → `initialize_kv_cache` → (`execute_model` → `sample_tokens`)*.
 
-    A step that raises is forgotten as a whole: its requests keep the tokens they had, and the next step starts clean.
+    A step that raises is forgotten as a whole, and its requests get no rows until the scheduler has ended them; all
+    others go on, also in steps that were already queued.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -127,24 +128,25 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the forward pass; None: call `sample_tokens`. A step without tokens is complete by itself."""
         self._pending = None
-        if self.connector is None:
-            self.states.apply(scheduler_output)
-            return self._execute(scheduler_output)
-        self.connector.begin(scheduler_output)
         try:
+            if self.connector is not None:
+                self.connector.begin(scheduler_output)
             self.states.apply(scheduler_output)
             return self._execute(scheduler_output)
         except BaseException:
-            self.connector.salvage(scheduler_output)
+            self.states.give_up(scheduler_output.num_scheduled_tokens)
+            if self.connector is not None:
+                self.connector.salvage(scheduler_output)
             raise
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         self._prepare_blocks(scheduler_output)
-        if scheduler_output.total_num_scheduled_tokens == 0:
+        scheduled = self.states.runnable(scheduler_output.num_scheduled_tokens)
+        if not scheduled:
             if self.connector is None:
                 return EMPTY_MODEL_RUNNER_OUTPUT
             return self.connector.finish_without_forward(scheduler_output)
-        rows = order_rows(self.states, scheduler_output.num_scheduled_tokens)
+        rows = order_rows(self.states, scheduled)
         input_ids, meta = self.inputs.build(self.states, rows.slots, rows.query_lens, rows.num_decodes)
         hidden, report = self._forward(scheduler_output, rows, input_ids, meta)
         prompt_logprobs, by_token_id = self._collect_prompt_logprobs(rows, hidden)
@@ -206,7 +208,11 @@ class ModelRunner:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        output = self._sample(pending, grammar_output)
+        try:
+            output = self._sample(pending, grammar_output)
+        except BaseException:
+            self.states.give_up(pending.rows.req_ids)
+            raise
         if self.connector is not None:
             self.connector.deliver()
         return output
