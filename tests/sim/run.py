@@ -118,7 +118,6 @@ class Run:
             "store requests": stores.requests,
             "loads": loads.loads,
             "abandoned loads": loads.abandoned,
-            "undeliverable": loads.undeliverable,
             "promises": self.offload._pending_cpu_hits,
         }
 

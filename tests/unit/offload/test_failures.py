@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.offload_rig import BLOCK, STEP_FAILED, Rig, full, mamba, prompt, ring, window
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyError
@@ -287,7 +288,11 @@ def test_a_prefix_that_cannot_be_delivered_fails_as_a_load() -> None:
     manager = rig.scheduler.kv_cache_manager
     manager.allocate_slots(request, 0, num_external_computed_tokens=8, delay_cache_blocks=True)
     rig.manager.update_state_after_alloc(request, manager.get_blocks(request.request_id), 8)
-    assert rig.manager.load_side.undeliverable == [request.request_id], "the window's blocks end at 32"
+    load = rig.manager.load_side.loads[request.request_id]
+    assert not load.deliverable, "the window's blocks end at 32"
+    metadata = rig.manager.build_connector_meta(SchedulerOutput.make_empty())
+    assert metadata.failed_load_reqs == [request.request_id]
+    assert metadata.load_event == 0, "so that a lost step is noticed"
     assert len(rig.manager.promises) == 0
     manager.free(request)
 

@@ -5,12 +5,13 @@ Owns the leases of loads. It must not know stores nor how a promise was found. L
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.lookup import Promises
@@ -23,12 +24,18 @@ logger = init_logger(__name__)
 
 @dataclass(slots=True)
 class Load:
-    """One request's load. ``finished``: the request ended before its load."""
+    """One request's load.
+
+    ``finished``: the request ended before its load. ``deliverable`` False: it has no blocks and is sent only to be
+    reported as failed. ``bad_slots_known``: workers told which of its sources are unusable.
+    """
 
     request: Request
     transfer: Transfer
     event: int | None = None
     finished: bool = False
+    deliverable: bool = True
+    bad_slots_known: bool = False
 
 
 class LoadSide:
@@ -40,7 +47,6 @@ class LoadSide:
     def __init__(self, tier: Tier, device: BlockPool, promises: Promises) -> None:
         self.loads: dict[str, Load] = {}
         self.abandoned: dict[str, Load] = {}
-        self.undeliverable: list[str] = []
         self.lost_events: set[int] = set()
         self.blocks_loaded = 0
         self.failures = 0
@@ -66,39 +72,48 @@ class LoadSide:
                 num_tokens,
                 request.request_id,
             )
-            self.undeliverable.append(request.request_id)
+            self._start(request, [], deliverable=False)
             return
         plan, lease = accepted
-        owner = f"load of {request.request_id}"
         pairs = [
             (slot, target)
             for slot, (group, index) in zip(plan.tier_blocks, plan.positions, strict=True)
             # Out of the window at the end of the prefix: nothing will read it.
             if not (target := blocks.blocks[group][index]).is_null
         ]
-        source = Lease(self._tier.pool, [slot for slot, _ in pairs], owner)
+        self._start(request, pairs, deliverable=True)
         lease.release()
-        target_lease = Lease(self._device, [target for _, target in pairs], owner)
-        transfer = Transfer(owner, target_lease, source, request_id=request.request_id)
-        self.loads[request.request_id] = Load(request, transfer)
+
+    def _start(
+        self, request: Request, pairs: Sequence[tuple[KVCacheBlock, KVCacheBlock]], *, deliverable: bool
+    ) -> None:
+        owner = f"load of {request.request_id}"
+        source = Lease(self._tier.pool, [slot for slot, _ in pairs], owner)
+        target = Lease(self._device, [block for _, block in pairs], owner)
+        transfer = Transfer(owner, target, source, request_id=request.request_id)
+        self.loads[request.request_id] = Load(request, transfer, deliverable=deliverable)
 
     def order(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Put the accepted loads into the step's orders, under one event."""
-        metadata.failed_load_reqs, self.undeliverable = self.undeliverable, []
         metadata.failed_load_events = self._take_lost()
         metadata.issued_load_event = self._next_event - 1
         fresh = [load for load in self.loads.values() if load.event is None]
         if not fresh:
             return
         event, self._next_event = self._next_event, self._next_event + 1
+        delivered = []
         for load in fresh:
             load.event = event
             load.transfer.submit()
+            if not load.deliverable:
+                metadata.failed_load_reqs.append(load.request.request_id)
+                continue
+            delivered.append(load.request.request_id)
             metadata.load_gpu_blocks += [block.block_id for block in load.transfer.device_blocks]
             metadata.load_cpu_blocks += [block.block_id for block in load.transfer.tier_blocks]
             metadata.load_block_counts.append(len(load.transfer))
         metadata.load_event = metadata.issued_load_event = event
-        metadata.load_event_to_reqs = {event: [load.request.request_id for load in fresh]}
+        metadata.load_event_to_reqs = {event: delivered}
 
     def _take_lost(self) -> dict[int, list[str]]:
         """The requests of the loads that a rank never received; that rank reports them as failed.
@@ -126,6 +141,8 @@ class LoadSide:
     def report(self, received: Iterable[str], failed: Iterable[str], bad_slots: Iterable[int]) -> None:
         """All ranks have reported these requests. Unknown ids (other connectors', stale ones) are ignored."""
         unusable = set(bad_slots)
+        if unusable:
+            self._forget_bad_slots(unusable)
         failures = set(failed)
         for request_id in sorted(received):
             load = self.loads.pop(request_id, None) or self.abandoned.pop(request_id, None)
@@ -133,21 +150,24 @@ class LoadSide:
                 continue
             ok = request_id not in failures
             if not ok:
-                self._disown(load, unusable)
+                self._disown(load)
             wanted = load.transfer.state is TransferState.SUBMITTED
             size = len(load.transfer)
             load.transfer.finish(ok=ok)
             if wanted and ok:
                 self.blocks_loaded += size
-        if unusable:
-            self._tier.pool.evict_blocks(sorted(unusable))
 
-    def _disown(self, load: Load, bad_slots: set[int]) -> None:
+    def _forget_bad_slots(self, bad_slots: set[int]) -> None:
+        self._tier.pool.evict_blocks(sorted(bad_slots))
+        for load in (*self.loads.values(), *self.abandoned.values()):
+            if any(block.block_id in bad_slots for block in load.transfer.tier_blocks):
+                load.bad_slots_known = True
+
+    def _disown(self, load: Load) -> None:
         """A failed source must not be promised again: the bad slots if they are known, else all of them."""
         self.failures += 1
-        own = {block.block_id for block in load.transfer.tier_blocks}
-        if not own & bad_slots:
-            self._tier.pool.evict_blocks(sorted(own))
+        if not load.bad_slots_known:
+            self._tier.pool.evict_blocks([block.block_id for block in load.transfer.tier_blocks])
 
     def reset(self) -> bool:
         """Drop unsent loads, abandon running ones; True if none is running."""

@@ -261,6 +261,8 @@ class SimpleCPUOffloadWorker:
         self._load_pending = False
         wait_event = self._device_event()
         for req_ids, part in _split_by_request(metadata):
+            if not req_ids:
+                continue
             copy = _OpenCopy(metadata.load_event, req_ids)
             self._loads.append(copy)
             self._launch(
