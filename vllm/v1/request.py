@@ -208,7 +208,9 @@ class Request:
             self.structured_output_request.reasoning_ended = self.reasoning_ended
             self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         # Cached positions have no logits, so prompt log probabilities always need the whole prompt.
-        wants_prompt_logprobs = sampling.prompt_logprobs is not None
+        wants_prompt_logprobs = (
+            sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
+        )
         self.skip_reading_prefix_cache = bool(sampling.skip_reading_prefix_cache) or wants_prompt_logprobs
         self.wants_logprobs = sampling.logprobs is not None or sampling.logprob_token_ids is not None
         # Every step adds one token to such a request and nothing else, which the hot path makes use of.
