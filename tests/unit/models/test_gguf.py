@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from tests.helpers import gguf_writer as writer
 from tests.helpers.paged_harness import PagedHarness
 from tests.helpers.random_schedule import random_tokens
 from tests.helpers.tiny_models import engine_config, make_oracle, oracle_logits
 from vllm.model_executor.model_loader.gguf import dequantise, iter_gguf, tensor_name
-from vllm.model_executor.model_loader.gguf_convert import convert, tokenizer_from_gguf
+from vllm.model_executor.model_loader.gguf_convert import convert
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.transformers_utils.gguf_config import config_from_gguf
 
@@ -202,28 +203,6 @@ TOKENIZER: dict[str, Any] = {
 }
 
 
-def test_tokenizer_is_rebuilt_from_metadata() -> None:
-    tokenizer = tokenizer_from_gguf(TOKENIZER)
-    assert tokenizer.encode("<|im_start|>hello hello12").tokens == [
-        "<|im_start|>",
-        "hello",
-        "Ġhello",
-        "1",
-        "2",
-    ]
-    assert tokenizer.decode(tokenizer.encode("hello hello").ids) == "hello hello"
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.model 'llama' is not supported"):
-        tokenizer_from_gguf({**TOKENIZER, "tokenizer.ggml.model": "llama"})
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre 'tekken' is not supported"):
-        tokenizer_from_gguf({**TOKENIZER, "tokenizer.ggml.pre": "tekken"})
-
-
-@pytest.mark.parametrize("pre", ["default", "llama-bpe", "qwen2", "smollm"])
-def test_every_split_rule_keeps_the_text(pre: str) -> None:
-    tokenizer = tokenizer_from_gguf({**TOKENIZER, "tokenizer.ggml.pre": pre})
-    assert tokenizer.decode(tokenizer.encode("hello  hello 12 hello").ids) == "hello  hello 12 hello"
-
-
 def test_conversion_writes_a_folder_that_serves_the_same(tmp_path: Path) -> None:
     oracle = make_oracle("llama", tie_word_embeddings=False)
     path = gguf_of(oracle, tmp_path / "model.gguf", TOKENIZER)
@@ -238,6 +217,14 @@ def test_conversion_writes_a_folder_that_serves_the_same(tmp_path: Path) -> None
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings["eos_token"] == "<|im_end|>"
     assert settings["chat_template"] == TOKENIZER["tokenizer.chat_template"]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("<|im_start|>hello hello12").tokens == [
+        "<|im_start|>",
+        "hello",
+        "Ġhello",
+        "1",
+        "2",
+    ]
     tokens = random_tokens(random.Random(0), 20)
     results = []
     for source in (path, folder):
