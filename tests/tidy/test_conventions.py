@@ -108,6 +108,10 @@ def test_every_setting_has_a_doc() -> None:
     assert not silent, "\n".join(silent)
 
 
+# Fields of the public interface that only outside code reads.
+READ_OUTSIDE = {"encoder_cache_size", "target_model_config", "target_parallel_config"}
+
+
 def test_every_setting_has_a_reader() -> None:
     read: set[str] = set()
     for module in modules().values():
@@ -116,5 +120,7 @@ def test_every_setting_has_a_reader() -> None:
                 read.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
                 read.add(node.value)
-    unread = [f"{path}:{line} {name}" for path, name, line, _ in _config_fields() if name not in read]
+    unread = [
+        f"{path}:{line} {name}" for path, name, line, _ in _config_fields() if name not in read | READ_OUTSIDE
+    ]
     assert not unread, "\n".join(unread)

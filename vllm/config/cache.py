@@ -166,13 +166,6 @@ class CacheConfig:
     )
     kv_offloading_backend: KVOffloadingBackend = setting(default="native", doc="Which offloading to use.")
 
-    user_specified_block_size: bool = state(
-        default=False,
-        doc="Whether the user chose the block size; if not, a hybrid model may still change it.",
-    )
-    user_specified_mamba_block_size: bool = state(
-        default=False, doc="Whether the user chose the distance of recurrent states."
-    )
     kv_cache_layout: str | None = state(
         default=None, doc="Name of the page layout that the workers agreed on."
     )
@@ -192,8 +185,6 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        self.user_specified_block_size = self.block_size is not None
-        self.user_specified_mamba_block_size = self.mamba_block_size is not None
         if not is_known_kv_cache_dtype(self.cache_dtype):
             known = ", ".join([*KV_CACHE_DTYPES, *_registered])
             raise ValueError(f"cache_dtype={self.cache_dtype!r} is not known; known: {known}")

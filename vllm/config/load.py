@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.config.setting import HIDDEN, config, setting
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -17,11 +15,6 @@ class LoadConfig:
         default="auto", doc="auto (by the files found), safetensors, gguf, or dummy (random weights)."
     )
     download_dir: str | None = setting(default=None, doc="Cache folder for downloaded models.")
-    # Options of the loader that is chosen.
-    model_loader_extra_config: dict[str, Any] = setting(default_factory=dict, doc="Options of the loader.")
-    ignore_patterns: list[str] = setting(
-        default_factory=lambda: ["original/**/*"], doc="Files of a model repository that are not downloaded."
-    )
     use_tqdm_on_load: bool = setting(default=True, doc="Show a progress bar while loading.")
     device: str | None = setting(
         default=None, doc="Device to load on; the engine's when not given.", flag=HIDDEN

@@ -23,7 +23,6 @@ class ObservabilityConfig:
     show_hidden_metrics_for_version: str | None = setting(
         default=None, doc="Also export metrics that were hidden since this version."
     )
-    enable_logging_iteration_details: bool = setting(default=False, doc="Log every step's composition.")
 
     @property
     def show_hidden_metrics(self) -> bool:

@@ -43,10 +43,6 @@ class ParallelConfig:
     )
     worker_cls: str = setting(default="auto", doc="Dotted path of the worker class; auto is the platform's.")
     worker_extension_cls: str = setting(default="", doc="Dotted path of a class mixed into the worker.")
-    data_parallel_master_ip: str = setting(
-        default="127.0.0.1", doc="Address of data-parallel rank 0.", flag=HIDDEN
-    )
-    data_parallel_rank_local: int | None = setting(default=None, doc="Rank within this node.", flag=HIDDEN)
     rank: int = setting(default=0, doc="Global rank of this worker.", flag=HIDDEN)
 
     world_size: int = state(default=1, doc="Workers of one engine.")

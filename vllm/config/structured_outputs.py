@@ -21,4 +21,3 @@ class StructuredOutputsConfig:
     reasoning_parser: str = setting(
         default="", doc="Parser that separates reasoning from the answer.", flag=Flag(name="reasoning_parser")
     )
-    enable_in_reasoning: bool = setting(default=False, doc="Constrain the reasoning part too.", flag=HIDDEN)

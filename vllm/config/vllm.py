@@ -16,7 +16,6 @@ from vllm.config import offloading
 from vllm.config.attention import AttentionConfig
 from vllm.config.cache import CacheConfig
 from vllm.config.device import DeviceConfig
-from vllm.config.extras import DiffusionConfig, ECTransferConfig, ReasoningConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.load import LoadConfig
@@ -88,11 +87,10 @@ class VllmConfig:
     observability_config: _Observability = setting(default_factory=ObservabilityConfig, doc="Metrics.")
     kv_transfer_config: _KVTransfer = setting(default=None, doc="KV connector.")
     kv_events_config: _KVEvents = setting(default=None, doc="KV events.")
-    ec_transfer_config: ECTransferConfig | None = setting(
-        default=None, doc="Encoder cache transfer.", flag=HIDDEN
-    )
-    diffusion_config: DiffusionConfig | None = setting(default=None, doc="Diffusion decoding.", flag=HIDDEN)
-    reasoning_config: ReasoningConfig | None = setting(default=None, doc="Reasoning markers.", flag=HIDDEN)
+    # Records of features that are unknown here; see config/extras.py.
+    ec_transfer_config: Any = setting(default=None, doc="Encoder cache transfer.", flag=HIDDEN)
+    diffusion_config: Any = setting(default=None, doc="Diffusion decoding.", flag=HIDDEN)
+    reasoning_config: Any = setting(default=None, doc="Reasoning markers.", flag=HIDDEN)
     # Read by plugins only.
     additional_config: Any = setting(default_factory=dict, doc="Options for plugins and platforms.")
     instance_id: str = setting(default="", doc="Id of this server in logs and metrics.", flag=HIDDEN)

@@ -60,6 +60,8 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     "renderer_num_workers": _warn("ModelConfig", "int", 1, "prompts are rendered by one thread"),
     "pooler_config": Unsupported("ModelConfig", "json", None, "pooling models are not part of this build"),
     # LoadConfig
+    "model_loader_extra_config": Unsupported("LoadConfig", "json", {}, "no loader here takes options"),
+    "ignore_patterns": _warn("LoadConfig", "text*", None, "only the files that are needed are ever fetched"),
     "safetensors_load_strategy": _warn("LoadConfig", "text", None, "weight files are memory-mapped"),
     # ParallelConfig
     "data_parallel_size_local": Unsupported("ParallelConfig", "int", None, _ONE_NODE, flag=Flag(short="dpl")),
@@ -137,6 +139,9 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     "collect_detailed_traces": Unsupported("ObservabilityConfig", "text*", None, "traces are not exported"),
     "cudagraph_metrics": _warn("ObservabilityConfig", "bool", False, _GRAPHS),
     "enable_mfu_metrics": _warn("ObservabilityConfig", "bool", False, "FLOPs are not estimated"),
+    "enable_logging_iteration_details": _warn(
+        "ObservabilityConfig", "bool", False, "steps are not logged one by one"
+    ),
     "aggregate_engine_logging": _warn("ObservabilityConfig", "bool", False, "there is one engine per server"),
     "logging_config": Unsupported(
         "LoggingConfig", "json", None, "use --log-level, --log-config-file or VLLM_LOGGING_CONFIG_PATH"

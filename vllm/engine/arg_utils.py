@@ -17,6 +17,7 @@ from vllm.config.load import LoadConfig
 from vllm.config.model import DEFAULT_MODEL, ModelConfig
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
+from vllm.config.refusals import refuse_unserved
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.structured_outputs import StructuredOutputsConfig
 from vllm.config.vllm import VllmConfig
@@ -89,7 +90,7 @@ class EngineArgs:
             logger.warning_once("--mamba-cache-mode is deprecated and has no effect")
         cache_values = self._values_of(CacheConfig)
         cache_values.pop("mamba_cache_mode", None)
-        return VllmConfig(
+        config = VllmConfig(
             model_config=model,
             cache_config=CacheConfig(**cache_values),
             parallel_config=parallel,
@@ -104,6 +105,8 @@ class EngineArgs:
             additional_config=self.additional_config,
             shutdown_timeout=self.shutdown_timeout,
         )
+        refuse_unserved(config)
+        return config
 
     def _values_of(self, config_class: type[Any]) -> dict[str, Any]:
         """Constructor keywords for `config_class`; fields that are to be derived are left out."""

@@ -24,8 +24,6 @@ def test_defaults():
         config.swa_bounded_replay,
         CacheConfig.DEFAULT_BLOCK_SIZE,
     ) == (0, True, 16)
-    assert not config.user_specified_block_size
-    assert CacheConfig(block_size=32).user_specified_block_size
 
 
 @pytest.mark.parametrize(

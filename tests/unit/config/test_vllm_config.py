@@ -150,11 +150,7 @@ def hybrid(tmp_path):
 
 def test_recurrent_state_mode_follows_prefix_caching(hybrid):
     on = VllmConfig(model_config=hybrid).cache_config
-    assert (on.mamba_cache_mode, on.mamba_block_size, on.user_specified_mamba_block_size) == (
-        "align",
-        16,
-        False,
-    )
+    assert (on.mamba_cache_mode, on.mamba_block_size) == ("align", 16)
     off = VllmConfig(model_config=hybrid, cache_config=CacheConfig(enable_prefix_caching=False)).cache_config
     assert (off.mamba_cache_mode, off.mamba_block_size) == ("none", 512)
 

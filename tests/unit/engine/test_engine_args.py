@@ -6,7 +6,15 @@ import pytest
 from pydantic import ValidationError
 
 from tests.helpers.model_folders import write_model_folder
-from vllm.config import KVTransferConfig, StructuredOutputsConfig
+from vllm.config import (
+    DiffusionConfig,
+    ECTransferConfig,
+    KVTransferConfig,
+    ReasoningConfig,
+    StructuredOutputsConfig,
+    VllmConfig,
+)
+from vllm.config.refusals import refuse_unserved
 from vllm.engine.arg_defaults import default_limits
 from vllm.engine.arg_unsupported import UNSUPPORTED
 from vllm.engine.arg_utils import TABLE, AsyncEngineArgs, EngineArgs
@@ -219,3 +227,50 @@ def test_bad_choice_is_a_usage_error(parser, capsys):
 def test_validation_error_names_class_and_field(folder):
     with pytest.raises(ValidationError, match=r"SchedulerConfig\s+watermark"):
         build(folder, watermark=1.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mamba_cache_dtype": "bfloat16"}, "mamba_cache_dtype='bfloat16' is not supported"),
+        ({"mamba_ssm_cache_dtype": "float32"}, "mamba_ssm_cache_dtype='float32' is not supported"),
+        ({"quantization": "awq"}, "quantization='awq' is not supported"),
+        (
+            {"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}},
+            "quantization='fp8' is not supported",
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "A",
+                    "kv_role": "kv_both",
+                    "enable_permute_local_kv": True,
+                }
+            },
+            "enable_permute_local_kv=True is not supported",
+        ),
+    ],
+)
+def test_config_values_that_no_engine_honours_are_refused(folder, fields, words):
+    with pytest.raises(ValueError, match=words):
+        build(folder, **fields)
+
+
+def test_records_of_unknown_features_are_refused(folder):
+    config = build(folder)
+    refuse_unserved(config)
+    for name, record in (
+        ("ec_transfer_config", ECTransferConfig(ec_connector="X")),
+        ("diffusion_config", DiffusionConfig()),
+        ("reasoning_config", ReasoningConfig()),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}={type(record).__name__}\(.*is not supported"):
+            refuse_unserved(dataclasses.replace(config, **{name: record}))
+    refuse_unserved(VllmConfig())
+
+
+def test_values_without_effect_warn(folder, caplog):
+    transfer = {"kv_connector": "A", "kv_role": "kv_both", "kv_port": 1}
+    build(folder, swa_bounded_replay=False, kv_transfer_config=transfer)
+    assert "swa_bounded_replay=False has no effect" in caplog.text
+    assert "kv_port=1 has no effect" in caplog.text
