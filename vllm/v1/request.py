@@ -205,7 +205,6 @@ class Request:
         self.max_tokens = 16 if sampling.max_tokens is None else sampling.max_tokens
         self.structured_output_request = StructuredOutputRequest.from_params(sampling.structured_outputs)
         if self.structured_output_request is not None:
-            self.structured_output_request.reasoning_ended = self.reasoning_ended
             self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         # Cached positions have no logits, so prompt log probabilities always need the whole prompt.
         wants_prompt_logprobs = (

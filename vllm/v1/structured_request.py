@@ -51,8 +51,6 @@ class StructuredOutputRequest:
     params: StructuredOutputsParams
     grammar: Grammar | None = None
     error: str | None = None
-    reasoning_ended: bool | None = None
-    """False while a reasoning part without constraints goes on; None = no such part."""
 
     @property
     def is_grammar_ready(self) -> bool:

@@ -63,24 +63,23 @@ class StructuredOutputManager:
             logger.warning("Grammar of request %s cannot be compiled: %s", request.request_id, error)
             structured.error = str(error)
 
-    def should_constrain(self, request: Request) -> bool:
-        """True if the next token of the request has to obey its grammar."""
+    @staticmethod
+    def should_constrain(request: Request) -> bool:
+        """True if the next token of the request has to obey a grammar."""
         structured = request.structured_output_request
-        if structured is None or structured.grammar is None:
-            return False
-        return structured.reasoning_ended is not False
+        return structured is not None and structured.grammar is not None
 
     def accept_tokens(self, request: Request, token_ids: list[int]) -> bool:
         """Advance the request's grammar; False if it does not allow the tokens."""
         structured = request.structured_output_request
-        if structured is None or structured.grammar is None or not self.should_constrain(request):
+        if structured is None or structured.grammar is None:
             return True
         return structured.grammar.accept_tokens(token_ids)
 
     def allowed_drafts(self, request: Request, drafts: list[int]) -> list[int]:
         """The drafts up to the first one that the grammar refuses."""
         structured = request.structured_output_request
-        if structured is None or structured.grammar is None or not self.should_constrain(request):
+        if structured is None or structured.grammar is None:
             return drafts
         return structured.grammar.validate_tokens([token for token in drafts if token >= 0])
 
