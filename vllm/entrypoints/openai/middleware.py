@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from vllm.entrypoints.openai.errors import create_error_response, to_http_response
@@ -90,45 +91,23 @@ class LimitsMiddleware:
         if len(scope["headers"]) > self.headers_max:
             await _reply((431, f"The request has more than {self.headers_max} headers"), scope, receive, send)
             return
-        too_large = (413, f"The request body is larger than {self.body_bytes_max} bytes")
+        too_large = f"The request body is larger than {self.body_bytes_max} bytes"
         stated = _header(scope, b"content-length")
         if stated is not None and stated.isdigit() and int(stated) > self.body_bytes_max:
-            await _reply(too_large, scope, receive, send)
+            await _reply((413, too_large), scope, receive, send)
             return
-        counted = _CountedBody(receive, self.body_bytes_max)
-        started = False
+        seen = 0
 
-        async def watched_send(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
+        async def counted_receive() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self.body_bytes_max:
+                    raise HTTPException(413, too_large)
+            return message
 
-        try:
-            await self.app(scope, counted.receive, watched_send)
-        except _BodyTooLarge:
-            if not started:
-                await _reply(too_large, scope, receive, send)
-
-
-class _BodyTooLarge(Exception):
-    """More bytes came than are allowed."""
-
-
-@dataclass
-class _CountedBody:
-    """A `receive` that adds up the body's bytes."""
-
-    inner: Receive
-    limit: int
-    seen: int = 0
-
-    async def receive(self) -> Message:
-        message = await self.inner()
-        if message["type"] == "http.request":
-            self.seen += len(message.get("body", b""))
-            if self.seen > self.limit:
-                raise _BodyTooLarge
-        return message
+        await self.app(scope, counted_receive, send)
 
 
 class RequestIdMiddleware:
