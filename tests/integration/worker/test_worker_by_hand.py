@@ -285,6 +285,20 @@ def test_penalties_and_rules_see_the_whole_history(rig, hand) -> None:
         tokens.append(token)
 
 
+def test_recorded_outputs_are_replayed_and_then_sampling_goes_on(rig, hand) -> None:
+    prompt = prompt_of(12, 33)
+    hand.add("a", prompt, SamplingParams(temperature=0.0, trace_decode_token_ids=[40, 41], logprobs=0))
+    hand.add("b", prompt)
+    hand.step({"a": 12, "b": 12})
+    hand.step({"a": 1, "b": 1})
+    reference = oracle_logits(rig.oracle, [*prompt, 40])[-1].log_softmax(-1)
+    row = hand.last_output.req_id_to_index["a"]
+    assert hand.last_output.logprobs.logprobs[row, 0] == pytest.approx(reference[41].item(), abs=1e-3)
+    hand.step({"a": 1, "b": 1})
+    assert hand.requests["a"].outputs == [40, 41, *rig.greedy([*prompt, 40, 41], 1)]
+    assert hand.requests["b"].outputs == rig.greedy(prompt, 3)
+
+
 def bitmask(allowed: list[list[int]], vocab: int = 300) -> np.ndarray:
     mask = np.zeros((len(allowed), -(-vocab // 32)), dtype=np.uint32)
     for row, tokens in enumerate(allowed):

@@ -53,3 +53,5 @@ class SamplingMetadata:
     thinking_budget_state_holder: Any = None  # a reasoning feature's own object; not used by this sampler
     draws: Tensor | None = None
     counted_tokens: CountedTokens | None = None
+    forced_token_ids: dict[int, int] | None = None
+    """row → token that is taken instead of a sampled one (replay of a recorded output)."""

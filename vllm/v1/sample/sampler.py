@@ -4,7 +4,7 @@ Owns: the order of the sampling rules. Must not know: requests, rows' histories,
 
 Order: log probabilities of the untouched logits (if wanted) → allowed tokens → bad words → processors that can change
 the best token (bias, minimum tokens, custom) → penalties → greedy choice, or temperature → other processors (min-p)
-→ top-k, top-p → draw.
+→ top-k, top-p → draw. A row may have its token prescribed instead; its log probabilities are reported as usual.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Sampler(nn.Module):
         if bad:
             logits[list(bad)] = 0.0
         sampled, processed = self._sample(logits, sampling_metadata, mode, greedy)
+        for row, token in (sampling_metadata.forced_token_ids or {}).items():
+            sampled[row] = token
         if processed is not None:
             reported = processed
         tensors = None

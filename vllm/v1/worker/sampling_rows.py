@@ -41,6 +41,7 @@ class SamplingRows:
         self._row_of: dict[str, int] = {}
         self._counters: dict[str, TokenCounter] = {}
         self._seeds = np.empty(0, dtype=np.uint64)
+        self._replaying: list[int] = []
         self._metadata: SamplingMetadata | None = None
         self.requests: list[RequestState] = []
         self.slots: Int64Array = np.empty(0, dtype=np.int64)
@@ -115,6 +116,7 @@ class SamplingRows:
         random = [p.sampling_type is not SamplingType.GREEDY for p in params]
         top_p = [p.top_p for p in params]
         top_k = [p.top_k if 0 < p.top_k < self._vocab_size else self._vocab_size for p in params]
+        self._replaying = [row for row, p in enumerate(params) if p.trace_decode_token_ids]
         counts = [p.num_logprobs for p in params if p.num_logprobs is not None]
         penalised = any(has_penalties(p) for p in params)
         self._metadata = SamplingMetadata(
@@ -177,7 +179,19 @@ class SamplingRows:
                 if has_penalties(state.sampling_params)
             }
             metadata = replace(metadata, counted_tokens=gather_counts(counters, self._device))
+        if self._replaying:
+            metadata = replace(metadata, forced_token_ids=self._forced_tokens())
         return metadata
+
+    def _forced_tokens(self) -> dict[int, int]:
+        """The next token of each recorded output that is not used up."""
+        forced = {}
+        for row in self._replaying:
+            request = self.requests[row]
+            recorded, place = request.sampling_params.trace_decode_token_ids, len(request.output_token_ids)
+            if recorded is not None and place < len(recorded) and 0 <= recorded[place] < self._vocab_size:
+                forced[row] = recorded[place]
+        return forced
 
     def _counter(self, state: RequestState) -> TokenCounter:
         """The counter of a request, brought up to its last token."""
