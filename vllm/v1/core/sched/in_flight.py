@@ -128,6 +128,10 @@ class InFlightSteps:
         if self._records:
             self._departed.append((self._records[-1].seq, use))
 
+    def block_copies(self) -> list[tuple[int, int]]:
+        """(source, target) of the block copies that steps in flight perform, in their order."""
+        return [copy for record in self._records for copy in record.output.kv_cache_block_copies or ()]
+
     def departed_since(self, seq: int) -> list[BlockUse]:
         """Tables given back while the step ``seq`` was in flight."""
         return [use for last_seq, use in self._departed if last_seq >= seq]

@@ -6,7 +6,6 @@ Layer: L5 (scheduler).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -55,35 +54,38 @@ def block_use(manager: KVCacheManager, request: Request) -> BlockUse:
     return BlockUse(request.request_id, request.num_confirmed_tokens, spans)
 
 
-def assess(
-    manager: KVCacheManager, requests: Iterable[Request], departed: Iterable[BlockUse], spoilt: set[int]
-) -> Damage:
+@dataclass(slots=True)
+class Reach:
+    """How damage can spread: tables of live requests, tables given back (or of ended requests), and block copies."""
+
+    live: list[tuple[Request, BlockUse]]
+    departed: list[BlockUse]
+    copies: list[tuple[int, int]]
+
+
+def assess(reach: Reach, spoilt: set[int]) -> Damage:
     """Follow the damage from the ``spoilt`` blocks on: whoever used one has written spoilt content after it, which
-    others may have found by its hash.  ``departed`` are tables that were given back, or whose request has ended.
+    others may have found by its hash or which was copied.
     """
     damage = Damage(set(spoilt))
-    live = [(request, block_use(manager, request)) for request in requests]
-    gone = list(departed)
-    spreads = True
-    while spreads:
-        spreads = False
-        for entry in list(live):
+    known = -1
+    while known != len(damage.blocks) + len(damage.affected) + len(damage.departed_ids):
+        known = len(damage.blocks) + len(damage.affected) + len(damage.departed_ids)
+        damage.blocks |= {target for source, target in reach.copies if source in damage.blocks}
+        for entry in list(reach.live):
             request, use = entry
             position = use.first_in(damage.blocks)
-            if position is None or position >= request.num_computed_tokens:
-                continue
-            blocks = use.blocks_after(position)
-            damage.affected.append(Affected(request, position, blocks))
-            damage.blocks |= blocks
-            live.remove(entry)
-            spreads = True
-        for use in list(gone):
+            if position is not None and position < request.num_computed_tokens:
+                blocks = use.blocks_after(position)
+                damage.affected.append(Affected(request, position, blocks))
+                damage.blocks |= blocks
+                reach.live.remove(entry)
+        for use in list(reach.departed):
             position = use.first_in(damage.blocks)
             if position is not None:
                 damage.blocks |= use.blocks_after(position)
                 damage.departed_ids.add(use.request_id)
-                gone.remove(use)
-                spreads = True
+                reach.departed.remove(use)
     return damage
 
 

@@ -11,7 +11,15 @@ from collections import defaultdict
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.in_flight import BlockUse, StepRecord
-from vllm.v1.core.sched.load_failures import Affected, Damage, RewindPlan, assess, block_use, plan_rewind
+from vllm.v1.core.sched.load_failures import (
+    Affected,
+    Damage,
+    Reach,
+    RewindPlan,
+    assess,
+    block_use,
+    plan_rewind,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.stop import check_stop
 from vllm.v1.core.sched.token_results import (
@@ -80,6 +88,8 @@ class Results(Upkeep):
         for use in self._departed_tables(record):
             if use.request_id in scheduler_output.num_scheduled_tokens:
                 spoilt |= use.blocks_after(use.num_confirmed)
+        # Whether its block copies took place is not known either.
+        spoilt |= {target for _, target in scheduler_output.kv_cache_block_copies or ()}
         self._leave_queues(ended)
         self._restart_affected(record, spoilt)
         for request in ended:
@@ -300,8 +310,11 @@ class Results(Upkeep):
     def _assess_damage(self, record: StepRecord, spoilt: set[int]) -> Damage:
         """Find everything that depends on the ``spoilt`` blocks, and make it unreachable."""
         manager = self.kv_cache_manager
-        live = [*self.kv_holding_waiting, *self.running]
-        damage = assess(manager, live, self._departed_tables(record), spoilt)
+        live = [
+            (request, block_use(manager, request)) for request in [*self.kv_holding_waiting, *self.running]
+        ]
+        copies = [*(record.output.kv_cache_block_copies or ()), *self._in_flight.block_copies()]
+        damage = assess(Reach(live, self._departed_tables(record), copies), spoilt)
         manager.evict_blocks(sorted(damage.blocks))
         for entry in damage.affected:
             manager.evict_unconfirmed(entry.request, entry.position)
