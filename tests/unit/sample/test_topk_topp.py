@@ -128,6 +128,18 @@ def test_drawn_tokens_match_slow_reference(ties) -> None:
     assert processed is None
 
 
+def test_draws_choose_among_the_lowest_ids_where_ties_are_cut() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[2, 700] = 5.0
+    k, p = torch.tensor([4, VOCAB, 3]), torch.tensor([1.0, 10.5 / VOCAB, 1.0], dtype=torch.float64)
+    seen: list[set[int]] = [set(), set(), set()]
+    for step in range(200):
+        draws = torch.full((3,), step / 200, dtype=torch.float64)
+        for row, token in enumerate(TopKTopPSampler()(logits.clone(), {}, k, p, draws)[0].tolist()):
+            seen[row].add(token)
+    assert seen == [set(range(4)), set(range(11)), {0, 1, 700}]
+
+
 def test_a_row_draws_the_same_token_whatever_its_mates_want() -> None:
     logits = make_logits(1, 5)
     draw = torch.tensor([0.73], dtype=torch.float64)
