@@ -6,6 +6,7 @@ forward that every slot it is to read holds the right ones. Copies happen when t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,10 @@ from vllm.config import (
 )
 from vllm.distributed.kv_event_publisher import EventPublisher
 from vllm.distributed.kv_event_types import EventBatch, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
     SimpleCPUOffloadConnector,
 )
@@ -216,6 +219,7 @@ class Rig:
     held: bool = True
     events: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
+    connector_config: KVTransferConfig | None = None
     config_changes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -229,6 +233,8 @@ class Rig:
             extra=extra,
             **self.config_changes,
         )
+        if self.connector_config is not None:
+            self.config.kv_transfer_config = self.connector_config
         self.config.cache_config.num_gpu_blocks = self.device_blocks
         groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(self.specs)]
         self.kv_config = DefaultKVCacheConfigBuilder().get_kv_cache_config_from_groups(
@@ -254,7 +260,7 @@ class Rig:
             event_publisher=self.publisher,
         )
         connector = self.scheduler.connector
-        assert isinstance(connector, SimpleCPUOffloadConnector)
+        assert connector is not None
         self.connector = connector
         self.aggregator = KVOutputAggregator.from_connector(connector, self.ranks)
         self.memories = [self._allocate() for _ in range(self.ranks)]
@@ -282,18 +288,31 @@ class Rig:
         return views
 
     def _make_worker(self, rank: int) -> ActiveKVConnector:
-        connector = SimpleCPUOffloadConnector(self.config, KVConnectorRole.WORKER, self.kv_config)
+        # Ranks are processes, elsewhere; here the engine id keeps their files apart.
+        config = copy.copy(self.config)
+        assert config.kv_transfer_config is not None
+        config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+        config.kv_transfer_config.engine_id = f"rig{rank}"
+        connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.kv_config)
         connector.register_kv_caches(self.memories[rank])
-        worker = connector.worker_handler
-        assert worker is not None
         if self.held:
+            self._hold(connector)
+        return ActiveKVConnector(connector)
+
+    def _hold(self, connector: KVConnectorBase_V1) -> None:
+        if isinstance(connector, MultiConnector):
+            for child in connector.sub_connectors:
+                self._hold(child)
+        if isinstance(connector, SimpleCPUOffloadConnector):
+            worker = connector.worker_handler
+            assert worker is not None
             assert worker._backend is not None
             worker._backend.shutdown()
             worker._backend = HeldMover(worker.gpu_kv_caches, worker.cpu_kv_caches)
-        return ActiveKVConnector(connector)
 
     @property
     def manager(self) -> SimpleCPUOffloadScheduler:
+        assert isinstance(self.connector, SimpleCPUOffloadConnector)
         assert self.connector.scheduler_manager is not None
         return self.connector.scheduler_manager
 
@@ -332,16 +351,16 @@ class Rig:
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def step(self, *, copy: bool = True, nan: Sequence[str] = ()) -> SchedulerOutput:
-        """Schedule, run, and apply one step; with `copy`, all copies ordered so far are carried out first."""
+    def step(self, *, copies: bool = True, nan: Sequence[str] = ()) -> SchedulerOutput:
+        """Schedule, run, and apply one step; with `copies`, all copies ordered so far are carried out first."""
         output = self.scheduler.schedule()
-        self.finish_step(output, copy=copy, nan=nan)
+        self.finish_step(output, copies=copies, nan=nan)
         return output
 
-    def finish_step(self, output: SchedulerOutput, *, copy: bool = True, nan: Sequence[str] = ()) -> None:
+    def finish_step(self, output: SchedulerOutput, *, copies: bool = True, nan: Sequence[str] = ()) -> None:
         """Run and apply a step that was scheduled."""
         self.steps.append(output)
-        sampled = self._follow_and_forward(output, copy)
+        sampled = self._follow_and_forward(output, copies)
         reports = [active.finish(output.finished_req_ids) for active in self.workers]
         req_ids = list(output.num_scheduled_tokens)
         results: list[ModelRunnerOutput | None] = [
@@ -398,26 +417,36 @@ class Rig:
                 if output.finished:
                     self.ends[output.request_id] = output
 
+    def _carry_out(self, connector: KVConnectorBase_V1) -> None:
+        """Let every copy that was ordered happen now."""
+        if isinstance(connector, MultiConnector):
+            for child in connector.sub_connectors:
+                self._carry_out(child)
+        if not isinstance(connector, SimpleCPUOffloadConnector) or connector.worker_handler is None:
+            return
+        mover = connector.worker_handler._backend
+        if isinstance(mover, HeldMover):
+            mover.release()
+        else:
+            connector.worker_handler.drain()
+
     # --- the fake model -------------------------------------------------------------------------------------------
 
-    def _follow_and_forward(self, output: SchedulerOutput, copy: bool) -> dict[str, list[int]]:
+    def _follow_and_forward(self, output: SchedulerOutput, copies: bool) -> dict[str, list[int]]:
         self._follow(output)
-        for active in self.workers:
+        for rank, (active, memory) in enumerate(zip(self.workers, self.memories, strict=True)):
             active.begin(output)
-        for rank, memory in enumerate(self.memories):
             self._work_on_blocks(memory, output)
+            active.pre_forward(output, SimpleNamespace(), {})  # type: ignore[arg-type]
+            active.wait_for_loads(memory)
             for req_id, start, end in self._spans(output):
                 self._forward(memory, rank, self.rows[req_id], start, end)
-        for active in self.workers:
-            active.pre_forward(output, SimpleNamespace(), {})  # type: ignore[arg-type]
+            active.save_layers(memory, {})
             active.end_forward()
             active.kv_connector.wait_for_save()
-        if copy and self.held:
-            for rank in range(self.ranks):
-                self.mover(rank).release()
-        elif copy:
-            for rank in range(self.ranks):
-                self.worker(rank).drain()
+        if copies:
+            for active in self.workers:
+                self._carry_out(active.kv_connector)
         sampled = {}
         for req_id, _, end in self._spans(output):
             row = self.rows[req_id]

@@ -63,7 +63,7 @@ def test_one_failed_load_does_not_touch_the_other_loads_of_its_step() -> None:
     stored_then_evicted(rig, seed=1)
     stored_then_evicted(rig, seed=2)
     first, second = rig.add(prompt(17, seed=1)), rig.add(prompt(17, seed=2))
-    rig.step(copy=False)
+    rig.step(copies=False)
     assert [job.is_store for job in rig.mover().jobs] == [False, False], "one copy per request"
     rig.mover().fail_next = [RuntimeError("bad")]
     rig.run()
@@ -86,11 +86,11 @@ def test_a_failed_store_vanishes_without_a_trace() -> None:
 def test_ranks_report_at_different_steps() -> None:
     rig = Rig(ranks=3)
     request = rig.add(prompt(16), max_tokens=1)
-    rig.step(copy=False)
+    rig.step(copies=False)
     for rank in (2, 0):
-        rig.step(copy=False)
+        rig.step(copies=False)
         rig.mover(rank).release()
-        rig.step(copy=False)
+        rig.step(copies=False)
         assert rig.in_tier(request) == []
     rig.mover(1).release()
     rig.run()
@@ -151,10 +151,10 @@ def test_val_10_nothing_of_a_request_with_nan_logits_stays_below() -> None:
 def test_val_10_a_store_in_flight_of_a_corrupted_request_is_not_committed() -> None:
     rig = Rig()
     request = rig.add(prompt(10), max_tokens=20)
-    rig.step(copy=False)
-    rig.step(copy=False)
+    rig.step(copies=False)
+    rig.step(copies=False)
     assert rig.mover().jobs
-    rig.step(copy=False, nan=[request.request_id])
+    rig.step(copies=False, nan=[request.request_id])
     rig.run()
     assert rig.in_tier(request) == []
     ledger = rig.manager.store_side.ledger
@@ -165,10 +165,10 @@ def test_val_10_a_store_in_flight_of_a_corrupted_request_is_not_committed() -> N
 def test_val_10_what_others_stored_of_a_corrupted_prefix_goes_too() -> None:
     rig = Rig()
     bad = rig.add(prompt(10), max_tokens=20)
-    rig.step(copy=False)
+    rig.step(copies=False)
     other = rig.add(prompt(10), max_tokens=2)
-    rig.step(copy=False)
-    rig.step(copy=False, nan=[bad.request_id])
+    rig.step(copies=False)
+    rig.step(copies=False, nan=[bad.request_id])
     rig.run()
     assert rig.in_tier(bad) in ([], rig.in_tier(other))
     rig.assert_at_rest()
@@ -189,8 +189,8 @@ def test_reset_makes_everything_unfindable_at_once(lazy: bool) -> None:
 def test_reset_abandons_stores_in_flight() -> None:
     rig = Rig()
     request = rig.add(prompt(16), max_tokens=1)
-    rig.step(copy=False)
-    rig.step(copy=False)
+    rig.step(copies=False)
+    rig.step(copies=False)
     held = rig.manager._in_flight_store_gpu_blocks
     assert rig.manager.reset() is False, "copies are under way"
     assert list(rig.manager._abandoned_store_event_to_blocks) == [0]
@@ -224,11 +224,11 @@ def test_reset_during_a_load_keeps_its_blocks_until_it_ends() -> None:
     rig = Rig()
     stored_then_evicted(rig)
     request = rig.add(prompt(17))
-    rig.step(copy=False)
+    rig.step(copies=False)
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is False
     assert list(rig.manager._abandoned_reqs_to_load) == [request.request_id]
     assert rig.manager.get_num_new_matched_tokens(request, 0) == (None, False), "ask later"
-    rig.step(copy=False)
+    rig.step(copies=False)
     rig.run()
     rig.check_output(request)
     assert request.num_cached_tokens == 0, "the old entry must not be used"
@@ -240,7 +240,7 @@ def test_preemption_in_every_state(specs: list[object]) -> None:
     rig = Rig(specs=specs, device_blocks=40, host_blocks=40)  # type: ignore[arg-type]
     request = rig.add(prompt(17), max_tokens=12)
     for step in range(8):
-        rig.step(copy=step % 3 == 0)
+        rig.step(copies=step % 3 == 0)
         if step % 2 and request in rig.scheduler.running:
             rig.scheduler._preempt_request(request, 0.0)
     rig.run()
@@ -251,12 +251,12 @@ def test_preemption_in_every_state(specs: list[object]) -> None:
 def test_xfer_04_a_preempted_request_stores_its_own_bytes() -> None:
     rig = Rig(device_blocks=8)
     request = rig.add(prompt(8), max_tokens=4)
-    rig.step(copy=False)
-    rig.step(copy=False)  # both blocks are queued for their copy
+    rig.step(copies=False)
+    rig.step(copies=False)  # both blocks are queued for their copy
     rig.scheduler._preempt_request(request, 0.0)
     rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     other = rig.add(prompt(16, seed=1), max_tokens=1)
-    rig.step(copy=False)  # writes whatever blocks it was given
+    rig.step(copies=False)  # writes whatever blocks it was given
     rig.run()
     rig.check_output(other)
     rig.evict_device()

@@ -62,7 +62,7 @@ def test_off_04_a_long_prompt_is_stored_whole() -> None:
 def test_off_04_what_is_left_at_the_finish_is_stored_before_its_blocks_are_reused() -> None:
     rig = Rig(device_blocks=12)
     request = rig.add(prompt(40), max_tokens=1)
-    rig.step(copy=False)  # the whole prompt in one step, and the end
+    rig.step(copies=False)  # the whole prompt in one step, and the end
     assert rig.ends[request.request_id] is not None
     free = rig.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert free == 11 - 10, "all ten full blocks are held for their copies"
@@ -103,7 +103,7 @@ def test_off_06_a_lazy_copy_keeps_its_place_in_the_free_queue() -> None:
 
     before = queue()
     rig.manager.target_free = 3  # one unhashed block and the two oldest cached ones
-    rig.step(copy=False)
+    rig.step(copies=False)
     copied = sorted(rig.manager._in_flight_store_gpu_blocks)
     assert copied == sorted(before[:2])
     assert queue() == before[2:], "held until they are copied"
@@ -116,12 +116,12 @@ def test_off_06_a_lazy_copy_keeps_its_place_in_the_free_queue() -> None:
 def test_off_08_one_store_per_hash_in_flight() -> None:
     rig = Rig()
     a = rig.add(prompt(9), max_tokens=8)
-    rig.step(copy=False)
-    rig.step(copy=False)
+    rig.step(copies=False)
+    rig.step(copies=False)
     assert len(rig.mover().launched) == 1
     b = rig.add(prompt(9), max_tokens=2)
-    rig.step(copy=False)
-    rig.step(copy=False)
+    rig.step(copies=False)
+    rig.step(copies=False)
     assert b.num_cached_tokens == 8
     stored = [block for job in rig.mover().launched for block in job.src_blocks]
     assert len(stored) == 2
@@ -286,12 +286,12 @@ def test_off_16_a_state_group_is_not_scaled() -> None:
 def test_off_18_a_block_with_an_open_store_is_not_handed_out() -> None:
     rig = Rig(device_blocks=12)
     request = rig.add(prompt(16), max_tokens=1)
-    rig.step(copy=False)
-    rig.step(copy=False)  # the finished request's blocks are being stored
+    rig.step(copies=False)
+    rig.step(copies=False)  # the finished request's blocks are being stored
     held = rig.manager._in_flight_store_gpu_blocks
     assert held
     other = rig.add(prompt(20, seed=1), max_tokens=1)
-    rig.step(copy=False)
+    rig.step(copies=False)
     new = rig.steps[-1].scheduled_new_reqs
     assert new
     assert not held & set(new[0].block_ids[0])
@@ -303,10 +303,10 @@ def test_off_18_a_block_with_an_open_store_is_not_handed_out() -> None:
 def test_off_20_the_engine_steps_until_the_last_copy_has_ended() -> None:
     rig = Rig()
     rig.add(prompt(16), max_tokens=1)
-    rig.step(copy=False)
+    rig.step(copies=False)
     for _ in range(10):
         assert rig.scheduler.has_requests(), "a store is open"
-        output = rig.step(copy=False)
+        output = rig.step(copies=False)
         assert output.total_num_scheduled_tokens == 0
     rig.mover().release()
     rig.step()
@@ -319,11 +319,11 @@ def test_off_20_the_engine_steps_for_a_load_whose_request_was_aborted() -> None:
     rig.generate(prompt(16), max_tokens=1)
     rig.evict_device()
     request = rig.add(prompt(17))
-    rig.step(copy=False)
+    rig.step(copies=False)
     rig.abort(request)
     assert rig.scheduler.has_requests()
     assert rig.manager._reqs_to_load[request.request_id].finished
-    rig.step(copy=False)
+    rig.step(copies=False)
     rig.mover().release()
     rig.run()
     rig.assert_at_rest()
@@ -332,10 +332,10 @@ def test_off_20_the_engine_steps_for_a_load_whose_request_was_aborted() -> None:
 def test_off_21_a_new_request_starts_while_a_slow_store_goes_on() -> None:
     rig = Rig()
     rig.add(prompt(16), max_tokens=1)
-    rig.step(copy=False)
-    rig.step(copy=False)
+    rig.step(copies=False)
+    rig.step(copies=False)
     request = rig.add(prompt(9, seed=1), max_tokens=1)
-    output = rig.step(copy=False)
+    output = rig.step(copies=False)
     assert request.request_id in output.num_scheduled_tokens
     assert rig.mover().jobs
     rig.run()

@@ -2,7 +2,7 @@
 
 It shows the synchronous side of the contract. One folder per prompt prefix, one file per layer; a
 folder gets its name only when it is complete, so nobody ever loads half a prefix. One KV cache group
-only. It must not be fast. Layer L6.
+and one worker only. It must not be fast. Layer L6.
 """
 
 from __future__ import annotations
@@ -102,6 +102,11 @@ class ExampleConnector(KVConnectorBase_V1):
         block_size = vllm_config.cache_config.block_size
         if block_size is None:
             raise ValueError("ExampleConnector needs cache_config.block_size")
+        if vllm_config.parallel_config.world_size > 1:
+            # The ranks' shards would share one name.
+            raise ValueError(
+                f"ExampleConnector works with one worker, got world_size={vllm_config.parallel_config.world_size}"
+            )
         self._block_size = block_size
         self._storage = Path(
             self._kv_transfer_config.get_from_extra_config("shared_storage_path", DEFAULT_STORAGE_PATH)
