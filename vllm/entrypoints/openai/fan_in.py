@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -28,8 +29,9 @@ async def fan_in(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         finally:
             await sources[0].aclose()
         return
-    async for pair in _pumped(sources):
-        yield pair
+    async with aclosing(_pumped(sources)) as pairs:
+        async for pair in pairs:
+            yield pair
 
 
 async def _pumped(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -6,6 +6,7 @@ For callers that tokenise themselves, such as routers and trainers.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -105,11 +106,12 @@ async def generate(
     if request.stream:
         return guarded_stream(_stream(request, request_id, outputs, endpoint))
     response = GenerateResponse(request_id=request_id, choices=[])
-    async for _, output in outputs.read():
-        check_finish(output)
-        response.choices = [_choice(completion) for completion in output.outputs]
-        response.prompt_logprobs = prompt_logprobs_body(output)
-        response.kv_transfer_params = output.kv_transfer_params
+    async with aclosing(outputs.read()) as items:
+        async for _, output in items:
+            check_finish(output)
+            response.choices = [_choice(completion) for completion in output.outputs]
+            response.prompt_logprobs = prompt_logprobs_body(output)
+            response.kv_transfer_params = output.kv_transfer_params
     return response
 
 
@@ -120,15 +122,16 @@ async def _stream(
     endpoint: OpenAIServingCompletion,
 ) -> AsyncGenerator[str, None]:
     usage = UsageCounter(endpoint.options.enable_prompt_tokens_details)
-    async for _, output in outputs.read():
-        check_finish(output)
-        usage.see_prompt(0, output)
-        for completion in output.outputs:
-            usage.add_generated(0, completion.index, len(completion.token_ids))
-        chunk = GenerateResponse(request_id=request_id, choices=[_choice(c) for c in output.outputs])
-        if output.kv_transfer_params is not None and output.finished:
-            chunk.kv_transfer_params = output.kv_transfer_params
-        yield sse_event(chunk)
+    async with aclosing(outputs.read()) as items:
+        async for _, output in items:
+            check_finish(output)
+            usage.see_prompt(0, output)
+            for completion in output.outputs:
+                usage.add_generated(0, completion.index, len(completion.token_ids))
+            chunk = GenerateResponse(request_id=request_id, choices=[_choice(c) for c in output.outputs])
+            if output.kv_transfer_params is not None and output.finished:
+                chunk.kv_transfer_params = output.kv_transfer_params
+            yield sse_event(chunk)
     if endpoint.usage_choice(request).final:
         final = GenerateResponse(request_id=request_id, choices=[])
         final.usage = usage.usage()

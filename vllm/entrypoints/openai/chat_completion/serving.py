@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,10 +246,11 @@ class OpenAIServingChat(OpenAIServing):
         request = reply.request
         choices: dict[int, ChatChoice] = {}
         last: RequestOutput | None = None
-        async for _, output in outputs.read():
-            last = output
-            for delta in self._take(reply, output):
-                choices[delta.index] = _whole_choice(delta, reply.builders[delta.index].form.role)
+        async with aclosing(outputs.read()) as items:
+            async for _, output in items:
+                last = output
+                for delta in self._take(reply, output):
+                    choices[delta.index] = _whole_choice(delta, reply.builders[delta.index].form.role)
         response = ChatCompletionResponse(
             id=reply.id,
             created=reply.created,
@@ -273,18 +275,11 @@ class OpenAIServingChat(OpenAIServing):
         shown = self.usage_choice(reply.request)
         opened: set[int] = set()
         last: RequestOutput | None = None
-        async for _, output in outputs.read():
-            last = output
-            choices = self._take(reply, output)
-            for completion in output.outputs:
-                if completion.index not in opened:
-                    yield self._chunk(
-                        reply, reply.builders[completion.index].opening(), shown.continuous, not opened
-                    )
-                    opened.add(completion.index)
-            for choice in choices:
-                params = output.kv_transfer_params if choice.finish_reason is not None else None
-                yield self._chunk(reply, choice, shown.continuous, kv_transfer_params=params)
+        async with aclosing(outputs.read()) as items:
+            async for _, output in items:
+                last = output
+                for chunk in self._chunks(reply, output, shown.continuous, opened):
+                    yield chunk
         if shown.final:
             final = ChatStreamResponse(
                 id=reply.id,
@@ -298,6 +293,20 @@ class OpenAIServingChat(OpenAIServing):
             if metrics is not None:
                 final.metrics = metrics
             yield sse_event(final)
+
+    def _chunks(
+        self, reply: _Reply, output: RequestOutput, with_usage: bool, opened: set[int]
+    ) -> Iterator[str]:
+        """Events of one output; samples that are not in `opened` yet begin with their role."""
+        choices = self._take(reply, output)
+        for completion in output.outputs:
+            if completion.index not in opened:
+                opening = reply.builders[completion.index].opening()
+                yield self._chunk(reply, opening, with_usage, first=not opened)
+                opened.add(completion.index)
+        for choice in choices:
+            params = output.kv_transfer_params if choice.finish_reason is not None else None
+            yield self._chunk(reply, choice, with_usage, kv_transfer_params=params)
 
     def _chunk(
         self,

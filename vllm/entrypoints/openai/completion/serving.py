@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,13 +180,14 @@ class OpenAIServingCompletion(OpenAIServing):
         request = reply.request
         choices: dict[int, CompletionResponseChoice] = {}
         last: RequestOutput | None = None
-        async for prompt_index, output in outputs.read():
-            last = output
-            for delta in self._take(reply, prompt_index, output):
-                choice = CompletionResponseChoice(**dict(delta))
-                if request.prompt_logprobs is not None:
-                    choice.prompt_logprobs = prompt_logprobs_body(output)
-                choices[choice.index] = choice
+        async with aclosing(outputs.read()) as items:
+            async for prompt_index, output in items:
+                last = output
+                for delta in self._take(reply, prompt_index, output):
+                    choice = CompletionResponseChoice(**dict(delta))
+                    if request.prompt_logprobs is not None:
+                        choice.prompt_logprobs = prompt_logprobs_body(output)
+                    choices[choice.index] = choice
         response = CompletionResponse(
             id=reply.id,
             created=reply.created,
@@ -206,21 +208,11 @@ class OpenAIServingCompletion(OpenAIServing):
     async def _stream(self, reply: _Reply, outputs: Outputs) -> AsyncGenerator[str, None]:
         shown = self.usage_choice(reply.request)
         last: RequestOutput | None = None
-        async for prompt_index, output in outputs.read():
-            last = output
-            for choice in self._take(reply, prompt_index, output):
-                chunk = CompletionStreamResponse(
-                    id=reply.id,
-                    object="text_completion",
-                    created=reply.created,
-                    model=reply.model,
-                    choices=[choice],
-                )
-                if shown.continuous:
-                    chunk.usage = reply.usage.usage()
-                if choice.finish_reason is not None and output.kv_transfer_params is not None:
-                    chunk.kv_transfer_params = output.kv_transfer_params
-                yield sse_event(chunk)
+        async with aclosing(outputs.read()) as items:
+            async for prompt_index, output in items:
+                last = output
+                for choice in self._take(reply, prompt_index, output):
+                    yield self._chunk(reply, choice, output, shown.continuous)
         if shown.final:
             final = CompletionStreamResponse(
                 id=reply.id, object="text_completion", created=reply.created, model=reply.model, choices=[]
@@ -230,6 +222,18 @@ class OpenAIServingCompletion(OpenAIServing):
             if metrics is not None:
                 final.metrics = metrics
             yield sse_event(final)
+
+    def _chunk(
+        self, reply: _Reply, choice: CompletionResponseStreamChoice, output: RequestOutput, with_usage: bool
+    ) -> str:
+        chunk = CompletionStreamResponse(
+            id=reply.id, object="text_completion", created=reply.created, model=reply.model, choices=[choice]
+        )
+        if with_usage:
+            chunk.usage = reply.usage.usage()
+        if choice.finish_reason is not None and output.kv_transfer_params is not None:
+            chunk.kv_transfer_params = output.kv_transfer_params
+        return sse_event(chunk)
 
 
 def _engine_id(request_id: str, index: int, count: int) -> str:
