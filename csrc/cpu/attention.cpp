@@ -165,8 +165,10 @@ static void attend_item(const DecodeAttentionArgs& a, int64_t item) {
   const Part<T> part{a, static_cast<const T*>(a.pages), a.table + row * a.table_stride, head};
   const int64_t group = a.q_heads / a.kv_heads;
   float q[kGroup * 1024];
-  for (int64_t g = 0; g < group; g += kGroup) {
-    const int64_t count = min64(kGroup, group - g);
+  int64_t count = 0;
+  for (int64_t g = 0; g < group; g += count) {
+    // Five to seven heads go as four and the rest: fewer variants to compile, and the keys are still near.
+    count = group - g >= kGroup ? kGroup : min64(4, group - g);
     const int64_t q_head = head * group + g;
     for (int64_t i = 0; i < count; ++i) {
       const T* source = static_cast<const T*>(a.q) + row * a.q_row_stride + (q_head + i) * a.q_head_stride;
@@ -178,9 +180,6 @@ static void attend_item(const DecodeAttentionArgs& a, int64_t item) {
       case 2: attend_part<2>(part, q, first, end, out); break;
       case 3: attend_part<3>(part, q, first, end, out); break;
       case 4: attend_part<4>(part, q, first, end, out); break;
-      case 5: attend_part<5>(part, q, first, end, out); break;
-      case 6: attend_part<6>(part, q, first, end, out); break;
-      case 7: attend_part<7>(part, q, first, end, out); break;
       default: attend_part<8>(part, q, first, end, out); break;
     }
   }
