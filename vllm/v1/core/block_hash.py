@@ -78,7 +78,7 @@ def none_hash() -> BlockHash:
 
 def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> BlockHashWithGroupId:
     """The index key of `block_hash` in group `group_id`."""
-    return BlockHashWithGroupId(block_hash + group_id.to_bytes(_GROUP_ID_BYTES, "big"))
+    return block_hash + group_id.to_bytes(_GROUP_ID_BYTES, "big")  # type: ignore[return-value]  # hot: no call of a NewType
 
 
 def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:

@@ -7,9 +7,11 @@ grows. It must not know blocks, pools or groups.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, cast
 
+from vllm.utils.hashing import sha256
 from vllm.v1.core.block_hash import BlockHash, ExtraKeys, HashFn, none_hash
 from vllm.v1.utils import tensor_data
 
@@ -223,8 +225,22 @@ def _hash_plain_chain(
     hash_fn: HashFn, parent: BlockHash, tokens: Sequence[int], block_size: int
 ) -> list[BlockHash]:
     """The hashes of consecutive blocks without extra keys."""
+    blocks = zip(*[iter(tokens)] * block_size, strict=False)
+    if hash_fn is sha256:
+        return _sha256_chain(parent, blocks)
     hashes: list[BlockHash] = []
-    for block in zip(*[iter(tokens)] * block_size, strict=False):
+    for block in blocks:
         parent = BlockHash(hash_fn((parent, block, None)))
         hashes.append(parent)
     return hashes
+
+
+def _sha256_chain(parent: bytes, blocks: Iterable[tuple[int, ...]]) -> list[BlockHash]:
+    """The default hash without a call per block: a long prompt spends its admission here."""
+    digest_of, dumps, protocol = hashlib.sha256, pickle.dumps, pickle.HIGHEST_PROTOCOL
+    hashes: list[bytes] = []
+    append = hashes.append
+    for block in blocks:
+        parent = digest_of(dumps((parent, block, None), protocol)).digest()
+        append(parent)
+    return cast(list[BlockHash], hashes)

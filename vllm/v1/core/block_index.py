@@ -6,7 +6,7 @@ not know references, the free list or which blocks a request holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,12 +74,12 @@ class BlockHashToBlockMap:
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         """Register `block` under `key`, beside other blocks with equal content."""
-        entry = self._cache.get(key)
-        if entry is None:
-            self._cache[key] = block
-        elif isinstance(entry, dict):
+        entry = self._cache.setdefault(key, block)
+        if entry is block:
+            return
+        if isinstance(entry, dict):
             entry[block.block_id] = block
-        elif entry is not block:
+        else:
             self._cache[key] = {entry.block_id: entry, block.block_id: block}
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
@@ -200,7 +200,8 @@ class BlockIndex:
     def add(self, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None) -> None:
         """Give `block` this key (first = primary, further = secondary). No event."""
         if block.block_hash is None:
-            block.set_block_hash(key, num_tokens)
+            block.block_hash = key
+            block.block_hash_num_tokens = num_tokens
         elif block.block_hash != key:
             self.secondary.setdefault(block.block_id, {})[key] = num_tokens
         self.map.insert(key, block)
@@ -220,6 +221,23 @@ class BlockIndex:
                 self._infos.pop((block.block_id, gone), None)
                 self._report_removed(gone)
         return found
+
+    def drop_all(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """`drop` for each of the blocks, in the shortest way: this is what an allocation from a full cache costs."""
+        if self.events_enabled or self.secondary:
+            for block in blocks:
+                self.drop(block)
+            return
+        pop = self.map._cache.pop
+        for block in blocks:
+            key = block.block_hash
+            if key is None:
+                continue
+            block.block_hash = block.block_hash_num_tokens = None
+            entry = pop(key, None)
+            if entry is not block and entry is not None:  # others hold the same content
+                self.map._cache[key] = entry
+                self.map.pop(key, block.block_id)
 
     def move(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
         """Repoint the keys of `source` to `target`, which has none. Content stays reachable, so no event."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from vllm.distributed.kv_event_types import MEDIUM_GPU, AnyKVCacheEvent
 from vllm.logger import init_logger
-from vllm.utils.checks import check
+from vllm.utils.checks import InvariantError, check
 from vllm.v1.core.block_hash import (
     BlockHash,
     BlockHashWithGroupId,
@@ -131,21 +131,22 @@ class BlockPool:
 
         ValueError, and no change, if there are fewer. Cached content of the taken blocks is evicted.
         """
-        if num_blocks > self.free_block_queue.num_free_blocks:
-            raise ValueError(
-                f"Cannot get {num_blocks} free blocks from the pool, "
-                f"{self.free_block_queue.num_free_blocks} are free"
-            )
-        taken = self.free_block_queue.popleft_n(num_blocks)
+        try:
+            taken = self.free_block_queue.popleft_n(num_blocks)
+        except ValueError:
+            free = self.free_block_queue.num_free_blocks
+            raise ValueError(f"Cannot get {num_blocks} free blocks from the pool, {free} are free") from None
+        collector = self.metrics_collector
+        if collector is not None:
+            for block in taken:
+                if block.block_hash is not None:
+                    collector.on_block_evicted(block)
+                collector.on_block_allocated(block)
+        self.index.drop_all(taken)
         for block in taken:
-            if block.block_hash is not None:
-                self._maybe_evict_cached_block(block)
             block.ref_cnt = 1
         if self._on_reuse:
             self._report_reuse(taken)
-        if self.metrics_collector is not None:
-            for block in taken:
-                self.metrics_collector.on_block_allocated(block)
         return taken
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -153,16 +154,21 @@ class BlockPool:
 
         Null blocks are skipped, blocks of another pool are touched in that pool.
         """
+        remove = self.free_block_queue.remove
         for block in blocks:
-            if block.is_null:
+            if block.ref_cnt and block.pool is self:
+                block.ref_cnt += 1
+            elif block.is_null:
                 continue
-            if block.pool is not self and block.pool is not None:
+            elif block.pool is self:
+                remove(block)
+                block.ref_cnt = 1
+            elif block.pool is None:  # a record made outside any pool
+                block.ref_cnt += 1
+            else:
                 block.pool.touch((block,))
-                continue
-            if block.ref_cnt == 0 and block.pool is self:
-                self.free_block_queue.remove(block)
-            block.ref_cnt += 1
-            if self.metrics_collector is not None:
+        if self.metrics_collector is not None:
+            for block in blocks:
                 self.metrics_collector.on_block_accessed(block)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
@@ -174,9 +180,14 @@ class BlockPool:
         hashed: list[KVCacheBlock] = []
         unhashed: list[KVCacheBlock] = []
         for block in self._release(ordered_blocks):
-            (unhashed if block.block_hash is None else hashed).append(block)
-        self.free_block_queue.append_n(hashed)
-        self.free_block_queue.prepend_n(unhashed)
+            if block.block_hash is None:
+                unhashed.append(block)
+            else:
+                hashed.append(block)
+        if hashed:
+            self.free_block_queue.append_n(hashed)
+        if unhashed:
+            self.free_block_queue.prepend_n(unhashed)
 
     def free_blocks_to_front(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """As `free_blocks`, but blocks nobody holds any more go to the front of the queue, the first one frontmost.
@@ -367,29 +378,36 @@ class BlockPool:
     def _release(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
         """Drop a reference of each; returns this pool's blocks that nobody holds now, and forwards foreign ones."""
         idle: list[KVCacheBlock] = []
-        foreign: dict[int, list[KVCacheBlock]] = {}
+        foreign: list[KVCacheBlock] = []
         for block in blocks:
             if block.is_null:
                 continue
             if block.pool is not self:
-                self._release_elsewhere(block, foreign)
+                foreign.append(block)
                 continue
-            check(block.ref_cnt > 0, f"block {block.block_id} is freed but nobody holds it")
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
+            ref_cnt = block.ref_cnt - 1
+            if ref_cnt < 0:
+                raise InvariantError(f"block {block.block_id} is freed but nobody holds it")
+            block.ref_cnt = ref_cnt
+            if ref_cnt == 0:
                 idle.append(block)
-        for blocks_of_pool in foreign.values():
-            owner = blocks_of_pool[0].pool
-            assert owner is not None
-            owner.free_blocks(blocks_of_pool)
+        if foreign:
+            self._release_elsewhere(foreign)
         return idle
 
     @staticmethod
-    def _release_elsewhere(block: KVCacheBlock, foreign: dict[int, list[KVCacheBlock]]) -> None:
-        if block.pool is None:  # a record made outside any pool: nothing to return it to
-            block.ref_cnt -= 1
-        else:
-            foreign.setdefault(id(block.pool), []).append(block)
+    def _release_elsewhere(blocks: Sequence[KVCacheBlock]) -> None:
+        """Return blocks to their own pools, in order."""
+        by_pool: dict[int, list[KVCacheBlock]] = {}
+        for block in blocks:
+            if block.pool is None:  # a record made outside any pool: nothing to return it to
+                block.ref_cnt -= 1
+            else:
+                by_pool.setdefault(id(block.pool), []).append(block)
+        for own in by_pool.values():
+            owner = own[0].pool
+            assert owner is not None
+            owner.free_blocks(own)
 
     def _report_reuse(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:

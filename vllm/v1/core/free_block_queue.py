@@ -33,7 +33,7 @@ class FreeKVCacheBlockQueue:
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Take `n` blocks from the front, in order. ValueError, and no change, if there are fewer."""
-        if n > self.num_free_blocks:
+        if not 0 <= n <= self.num_free_blocks:
             raise ValueError(f"{n} free blocks wanted, {self.num_free_blocks} left")
         head = self.fake_free_list_head
         taken: list[KVCacheBlock] = []

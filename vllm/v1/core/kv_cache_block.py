@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from vllm.utils.checks import check
+from vllm.utils.checks import InvariantError
 from vllm.v1.core.block_hash import BlockHashWithGroupId
 
 
@@ -62,7 +62,8 @@ class KVCacheBlock:
 
     def set_block_hash(self, block_hash: BlockHashWithGroupId, num_tokens: int | None = None) -> None:
         """Give the block its primary key; it must not have one."""
-        check(self.block_hash is None, f"block {self.block_id} already has a hash")
+        if self.block_hash is not None:
+            raise InvariantError(f"block {self.block_id} already has a hash")
         self.block_hash = block_hash
         self.block_hash_num_tokens = num_tokens
 
