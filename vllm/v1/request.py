@@ -212,14 +212,8 @@ class Request:
         )
         self.skip_reading_prefix_cache = bool(sampling.skip_reading_prefix_cache) or wants_prompt_logprobs
         self.wants_logprobs = sampling.logprobs is not None or sampling.logprob_token_ids is not None
-        # Every step adds one token to such a request and nothing else, which the hot path makes use of.
-        self.plain_output = not (
-            self.structured_output_request is not None
-            or self.resumable
-            or self.wants_logprobs
-            or wants_prompt_logprobs
-            or self.trace_headers
-        )
+        # A step's result for such a request is a token and nothing else, which the hot path makes use of.
+        self.plain_output = not (self.wants_logprobs or wants_prompt_logprobs or self.trace_headers)
         extra = sampling.extra_args
         if extra is not None:
             self.kv_transfer_params = extra.get("kv_transfer_params")
@@ -339,6 +333,11 @@ class Request:
     def get_finished_reason(self) -> FinishReason | None:
         """The reason reported to the client; None while the request goes on."""
         return _FINISHED_REASONS.get(self.status)
+
+    @property
+    def has_plain_output(self) -> bool:
+        """True if the result of a step for this request is one token and nothing else."""
+        return self.plain_output and self.structured_output_request is None and not self.resumable
 
     @property
     def use_structured_output(self) -> bool:

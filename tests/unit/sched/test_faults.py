@@ -19,6 +19,7 @@ from tests.helpers.sched import (
     ring,
 )
 from tests.helpers.sched_connector import FakeConnector, LoadRunner
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 
@@ -279,6 +280,31 @@ def test_pfx_12_requests_sharing_blocks_of_a_failed_load_go_back_together(looks_
         assert driver.outputs[name] == expected_output(tokens, 6)
     assert driver.outputs["third"] == expected_output([*tokens[:20], 1, 2, 3], 6)
     assert driver.outputs["other"] == expected_output(prompt(9, 5), 6)
+    driver.assert_at_rest()
+
+
+def test_pfx_12_all_go_back_to_the_same_valid_prefix_and_no_block_has_two_writers() -> None:
+    driver, connector, loads = with_connector(60, load_async=False)
+    scheduler = driver.scheduler
+    tokens = prompt(40, 3)
+    connector.remember(tokens[:32])
+    requests = [driver.add(name, tokens, max_tokens=6) for name in ("owner", "sharer")]
+    output = scheduler.schedule()
+    result = driver.worker.execute(output)
+    tables = [scheduler.kv_cache_manager.get_block_ids(name)[0] for name in ("owner", "sharer")]
+    assert tables[0][:8] == tables[1][:8]
+    result.kv_connector_output = KVConnectorOutput(invalid_block_ids={tables[0][3], tables[0][5]})
+    scheduler.update_from_output(output, result)
+    assert [request.num_computed_tokens for request in requests] == [12, 12]
+    assert scheduler.running == requests
+    assert [request.num_output_tokens for request in requests] == [0, 0]
+    after = driver.schedule()
+    tables = [scheduler.kv_cache_manager.get_block_ids(name)[0] for name in ("owner", "sharer")]
+    assert tables[0][:3] == tables[1][:3]
+    assert not set(tables[0][3:]) & set(tables[1][3:])
+    assert [new.req_id for new in after.scheduled_new_reqs] == ["sharer"]
+    driver.run()
+    assert driver.outputs["owner"] == driver.outputs["sharer"] == expected_output(tokens, 6)
     driver.assert_at_rest()
 
 

@@ -211,6 +211,7 @@ def test_a_cut_load_keeps_its_good_part() -> None:
     scheduler.update_from_output(output, result)
     assert request.num_computed_tokens == 4
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS, "the rest of the load still writes"
+    assert scheduler.failed_recving_kv_req_ids == {"a"}
     loads.hold = False
     driver.run()
     assert driver.outputs["a"] == expected_output(prompt(14), 3)

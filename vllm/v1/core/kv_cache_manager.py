@@ -351,6 +351,14 @@ class KVCacheManager:
         """Free all blocks of the request, the tail of its chain first. Harmless for a request that holds none."""
         self.coordinator.free(request.request_id)
 
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """Let go of the request's blocks that hold no token before `num_tokens`: it will get others for what follows.
+
+        Only for models all of whose groups keep every token of a request.
+        """
+        for manager in self.coordinator.single_type_managers:
+            manager.truncate(request.request_id, num_tokens)
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request and return its blocks in eviction order; the caller frees them later."""
         return [

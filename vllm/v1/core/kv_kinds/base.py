@@ -420,6 +420,19 @@ class SingleTypeKVCacheManager(ABC):
         """Forget the request and free its blocks, the last one first."""
         self.block_pool.free_blocks(reversed(self.pop_blocks_for_free(request_id)))
 
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Let go of the blocks that hold no token before `num_tokens`, the last one first.
+
+        For kinds whose earlier blocks are all there still.
+        """
+        blocks = self.req_to_blocks.get(request_id, [])
+        kept = cdiv(num_tokens, self.block_size)
+        removed = blocks[kept:]
+        del blocks[kept:]
+        self.block_pool.free_blocks(reversed(removed))
+        if request_id in self.num_cached_block:
+            self.num_cached_block[request_id] = min(self.num_cached_block[request_id], kept)
+
     def evict_after(self, request_id: str, num_tokens: int) -> None:
         """Drop the hashes of the request's blocks that cover more than `num_tokens` tokens.
 

@@ -116,11 +116,11 @@ class RequestLifecycle(SchedulerInterface):
         self._sessions = StreamingSessions()
         self._delayed_sends: set[str] = set()
         self._preempted_ids: set[str] = set()
+        self._resend_ids: set[str] = set()
         self._previous_step_ids: set[str] = set()
         self._inflight_prefills: set[Request] = set()
         self._ended_outputs: list[tuple[int, EngineCoreOutput]] = []
         self._pause_state = PauseState.UNPAUSED
-        self._any_structured = False
         self._num_preempted = self._num_corrupted = self._num_stalled = 0
 
     def _init_collaborators(
@@ -268,7 +268,6 @@ class RequestLifecycle(SchedulerInterface):
         if self.connector is not None:
             self.connector.on_new_request(request)
         if request.structured_output_request is not None:
-            self._any_structured = True
             self.structured_output_manager.grammar_init(request)
         self.waiting.add_request(request)
         if request.abort_immediately:
@@ -392,6 +391,7 @@ class RequestLifecycle(SchedulerInterface):
         if self._may_be_spoilt(request):
             self._in_flight.add_departed(block_use(self.kv_cache_manager, request))
         request.num_slot_tokens = 0
+        self._resend_ids.discard(request.request_id)
         fenced = request.last_sched_seq > self.processed_step_seq
         if not (self.defer_block_free and fenced):
             self.kv_cache_manager.free(request)

@@ -33,13 +33,15 @@ class Damage:
 
 @dataclass(slots=True)
 class RewindPlan:
-    """Which affected requests are cut back where they are, and which have to start again.
+    """How affected requests go back to the last token before the damage.
 
-    A block has one writer.  Where a block is shared, the first request recomputes it in place; the others let go of
-    it and find the recomputed content by its hash.
+    A block has one writer: where spoilt blocks are shared, the first request recomputes them ``in_place``, and the
+    others go back to the same token ``with_own_blocks``.  Where computing cannot start at any block border, requests
+    ``restart`` and find what is left by its hashes.
     """
 
     in_place: list[Affected] = field(default_factory=list)
+    with_own_blocks: list[Affected] = field(default_factory=list)
     restart: list[Affected] = field(default_factory=list)
 
 
@@ -91,12 +93,14 @@ def assess(reach: Reach, spoilt: set[int]) -> Damage:
 
 def plan_rewind(affected: list[Affected], can_cut: bool) -> RewindPlan:
     """Share out the affected requests.  ``can_cut``: computing may start at any block border."""
+    if not can_cut:
+        return RewindPlan(restart=affected)
     plan = RewindPlan()
     claimed: set[int] = set()
     for entry in affected:
-        if can_cut and claimed.isdisjoint(entry.blocks):
+        if claimed.isdisjoint(entry.blocks):
             plan.in_place.append(entry)
             claimed |= entry.blocks
         else:
-            plan.restart.append(entry)
+            plan.with_own_blocks.append(entry)
     return plan

@@ -30,7 +30,8 @@ class RemoteWaits:
     """Loads in progress and their ends.
 
     ``finished`` and ``failed`` hold ids reported by the workers until the next pass consumes them; ``unwanted`` holds
-    loads whose bytes became stale (a reset) while they were under way.
+    loads whose bytes became stale (a reset) while they were under way.  A load that failed in part is ``failed`` too,
+    but what comes before the failure can be used.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class RemoteWaits:
         self.failed: set[str] = set()
         self.unwanted: set[str] = set()
         self.loading: dict[str, Request] = {}
+        self._cut: set[str] = set()
         self._stages: dict[Request, str] = {}
         self._counts: dict[str, int] = dict.fromkeys(KV_FETCH_STAGES, 0)
 
@@ -73,6 +75,12 @@ class RemoteWaits:
         self.loading[request.request_id] = request
         self.enter_stage(request, IN_PROGRESS)
 
+    def note_cut(self, request_id: str) -> None:
+        """A load under way has failed in part; its request will go on from before the failure."""
+        if request_id in self.loading:
+            self.failed.add(request_id)
+            self._cut.add(request_id)
+
     def report(self, request_id: str, failed: bool) -> bool:
         """The workers say that a load has ended.  False if no such load is known (the report is ignored)."""
         if request_id not in self.loading:
@@ -86,10 +94,10 @@ class RemoteWaits:
         """Consume the end of a load."""
         del self.loading[request_id]
         self.finished.discard(request_id)
-        failed = request_id in self.failed
+        failed = request_id in self.failed and request_id not in self._cut
         unwanted = request_id in self.unwanted
-        self.failed.discard(request_id)
-        self.unwanted.discard(request_id)
+        for ids in (self.failed, self.unwanted, self._cut):
+            ids.discard(request_id)
         if unwanted:
             return LoadEnd.RETRY
         if not failed:
@@ -100,7 +108,7 @@ class RemoteWaits:
         """The request has left; nothing of it stays."""
         request_id = request.request_id
         self.loading.pop(request_id, None)
-        for ids in (self.finished, self.failed, self.unwanted):
+        for ids in (self.finished, self.failed, self.unwanted, self._cut):
             ids.discard(request_id)
         self.enter_stage(request, None)
 

@@ -167,7 +167,7 @@ class Results(Upkeep):
                 continue
             row = rows.get(request_id)
             tokens = sampled[row] if sampled and row is not None else _NO_TOKENS
-            if plain_step and request.plain_output and len(tokens) == 1:
+            if plain_step and len(tokens) == 1 and request.has_plain_output:
                 output: EngineCoreOutput | None = self._apply_plain(request, num_scheduled, tokens)
             else:
                 output = self._apply_any(record, request, tokens, runner)
@@ -330,11 +330,15 @@ class Results(Upkeep):
         ]
 
     def _rewind_running(self, plan: RewindPlan) -> None:
-        for entry in plan.in_place:
+        for entry in [*plan.in_place, *plan.with_own_blocks]:
             self._in_flight.drop_request(entry.request.request_id)
             self._forget_unconfirmed(entry.request)
             entry.request.num_computed_tokens = entry.position
             entry.request.num_hash_offered_tokens = entry.position
+        for entry in plan.with_own_blocks:
+            self.kv_cache_manager.truncate(entry.request, entry.position)
+            entry.request.num_slot_tokens = 0
+            self._resend_ids.add(entry.request.request_id)
         timestamp = self.clock.monotonic()
         for entry in reversed(plan.restart):
             self._preempt_request(entry.request, timestamp, drop_stale=True)
@@ -351,6 +355,7 @@ class Results(Upkeep):
         request = entry.request
         if can_cut:
             request.num_computed_tokens = entry.position
+            self._remote.note_cut(request.request_id)
         elif request.request_id in self._remote.loading:
             self._remote.failed.add(request.request_id)
         else:

@@ -219,13 +219,14 @@ class Scheduler(WaitingPass):
         manager = self.kv_cache_manager
         new_token_ids = self.params.pipeline_parallel_size > 1 and not self.looks_ahead
         style = OutputStyle(self.use_v2_model_runner, new_token_ids)
+        if self._resend_ids:
+            self._resend_tables(plan)
         output = build_output(plan, manager, style, self._previous_step_ids)
         output.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
         output.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()
         if self._zeroes_blocks:
             output.new_block_ids_to_zero = manager.take_new_block_ids() or None
-        if self._any_structured:
-            self._flag_structured(plan, output)
+        self._flag_structured(plan, output)
         if self.params.num_spec_tokens:
             output.num_spec_tokens_to_schedule = self.params.num_spec_tokens
             output.skip_drafts = self._skips_drafts(plan)
@@ -237,6 +238,14 @@ class Scheduler(WaitingPass):
         left_waiting = bool(self.waiting or self.deferred_waiting)
         self._cadence.note_step(output.total_num_scheduled_tokens, plan.carries_prefill, left_waiting)
         return output
+
+    def _resend_tables(self, plan: StepPlan) -> None:
+        """Running requests whose blocks were exchanged are sent like resumed ones: the workers forget their tables."""
+        for request in [r for r in plan.running if r.request_id in self._resend_ids]:
+            request_id = request.request_id
+            self._resend_ids.discard(request_id)
+            self._preempted_ids.add(request_id)
+            plan.resend(request)
 
     def _advance(self, plan: StepPlan, output: SchedulerOutput) -> None:
         """Count the tokens as computed now; until the results arrive they are in flight."""

@@ -82,6 +82,13 @@ class StepPlan:
         self.num_scheduled[request.request_id] = num_tokens
         self.budget.spend(num_tokens)
 
+    def resend(self, request: Request) -> None:
+        """Have a running request sent in full."""
+        self.running.remove(request)
+        self.new_blocks.pop(request.request_id, None)
+        self.admitted.append(request)
+        self.resumed_ids.add(request.request_id)
+
 
 class OutputStyle:
     """Which form of request data the workers expect."""

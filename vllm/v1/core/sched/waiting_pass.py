@@ -214,7 +214,9 @@ class WaitingPass(Results):
             full_sequence_must_fit=self.params.reserve_full_isl,
             reserved_blocks=self._blocks_spoken_for(request, hit),
             has_scheduled_reqs=bool(self.running),
-            skip_zeroing_group_ids=connector.get_loaded_kv_cache_group_ids(request),
+            skip_zeroing_group_ids=connector.get_loaded_kv_cache_group_ids(request)
+            if self._zeroes_blocks
+            else (),
         )
         if blocks is None:
             return Verdict.MISFIT
