@@ -44,9 +44,9 @@ def surviving_tokens(logits: list[float], k: int | None, p: float | None) -> set
     if p is None:
         return set(order)
     weights = [math.exp(logits[t] - logits[order[0]]) for t in order]
-    kept, mass = set(), 0.0
+    kept, mass, total = set(), 0.0, sum(weights)
     for token, weight in zip(order, weights, strict=True):
-        if kept and mass >= p * sum(weights):
+        if kept and mass >= p * total:
             break
         kept.add(token)
         mass += weight

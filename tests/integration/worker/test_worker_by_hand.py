@@ -32,16 +32,17 @@ class Rig:
     def __init__(self, kind: str, folder: Path) -> None:
         self.oracle = make_oracle(kind)
         save_oracle(self.oracle, folder)
+        self.answers: dict[tuple[int, ...], list[int]] = {}
         self.worker, self.plan = start_worker(config_for(folder))
 
     def scheduler(self, seed: int = 0) -> HandScheduler:
         return HandScheduler(self.worker, self.plan, seed)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(int(oracle_logits(self.oracle, tokens)[-1].argmax()))
-        return tokens[len(prompt) :]
+        outputs = self.answers.setdefault(tuple(prompt), [])
+        while len(outputs) < count:
+            outputs.append(int(oracle_logits(self.oracle, [*prompt, *outputs])[-1].argmax()))
+        return outputs[:count]
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "glm5_next"])
@@ -142,6 +143,24 @@ def test_a_prefix_hit_starts_in_the_middle(rig, hand) -> None:
     for req_id in ("a", "b", "c"):
         request = hand.requests[req_id]
         assert request.outputs == rig.greedy(request.prompt, 2)
+
+
+def test_pfx_02_a_hit_behind_a_prompt_that_ended_just_past_a_boundary(rig, hand) -> None:
+    unit = hand.block_unit
+    stem, question = prompt_of(unit, 40), prompt_of(4, 41)
+    expected = rig.greedy([*stem, *question], 2)
+    for r in range(17):
+        hand.add("a", [*stem, *prompt_of(r, 42)])
+        hand.step({"a": unit})
+        if r:
+            hand.step({"a": r})
+        hand.add("b", [*stem, *question])
+        hand.share_prefix("b", "a", unit)
+        hand.step({"b": 4, "a": 1})
+        hand.step({"b": 1})
+        assert hand.last_output.num_nans_in_logits is None
+        assert hand.finish("b").outputs == expected
+        hand.finish("a")
 
 
 def test_an_aborted_request_leaves_the_others_alone(rig, hand) -> None:
