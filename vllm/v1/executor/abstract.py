@@ -107,16 +107,12 @@ class Executor(ABC):
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, non_block: bool = False
-    ) -> StepResult:
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> StepResult:
         """Run the forward pass of one step. None: call `sample_tokens` next."""
         result: StepResult = self._step("execute_model", scheduler_output, non_block)
         return result
 
-    def sample_tokens(
-        self, grammar_output: GrammarOutput | None, non_block: bool = False
-    ) -> StepResult:
+    def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> StepResult:
         """Complete the step whose `execute_model` answered None."""
         result: StepResult = self._step("sample_tokens", grammar_output, non_block)
         return result
