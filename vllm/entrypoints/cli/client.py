@@ -34,13 +34,25 @@ class Timing:
 
 
 class Client:
-    """Talks to one server. Errors of the server are ValueErrors with its message."""
+    """Talks to one server, inside a `with` block. Errors of the server are ValueErrors with its message."""
 
     def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self.http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout)
-        self.model = model or self._first_model()
+        self._wanted = model
+        self.model = ""
+
+    def __enter__(self) -> Client:
+        try:
+            self.model = self._wanted or self._first_model()
+        except ValueError:
+            self.http.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.http.close()
 
     def _first_model(self) -> str:
         try:
@@ -144,14 +156,14 @@ def chat(argv: list[str]) -> int:
     parser = _parser("chat")
     parser.add_argument("--system-prompt", default=None, help="First message of the conversation.")
     args = parser.parse_args(argv)
-    client = _client(args)
     messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
-    for line in _inputs(args.quick):
-        messages.append({"role": "user", "content": line})
-        timing = Timing()
-        messages.append({"role": "assistant", "content": show(chat_pieces(client, messages), timing)})
-        if args.stats:
-            print(timing.line(), file=sys.stderr)
+    with _client(args) as client:
+        for line in _inputs(args.quick):
+            messages.append({"role": "user", "content": line})
+            timing = Timing()
+            messages.append({"role": "assistant", "content": show(chat_pieces(client, messages), timing)})
+            if args.stats:
+                print(timing.line(), file=sys.stderr)
     return 0
 
 
@@ -160,10 +172,10 @@ def complete(argv: list[str]) -> int:
     parser = _parser("complete")
     parser.add_argument("--max-tokens", type=int, default=None, help="Most tokens of one continuation.")
     args = parser.parse_args(argv)
-    client = _client(args)
-    for line in _inputs(args.quick):
-        timing = Timing()
-        show(completion_pieces(client, line, args.max_tokens), timing)
-        if args.stats:
-            print(timing.line(), file=sys.stderr)
+    with _client(args) as client:
+        for line in _inputs(args.quick):
+            timing = Timing()
+            show(completion_pieces(client, line, args.max_tokens), timing)
+            if args.stats:
+                print(timing.line(), file=sys.stderr)
     return 0
