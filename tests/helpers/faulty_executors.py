@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Any
 
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyJob
 from vllm.v1.simple_kv_offload.copy_backends.host_copy import HostCopier
@@ -63,3 +64,10 @@ class SlowStoreExecutor(UniProcExecutor):
 
         HostCopier.copy = slow  # type: ignore[method-assign]
         super()._init_executor()
+
+
+class DefectiveScheduler(Scheduler):
+    """A defect of the scheduler itself: nothing can be trusted after it."""
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a broken invariant")

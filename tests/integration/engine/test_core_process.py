@@ -137,6 +137,18 @@ def test_a_dead_core_is_an_error_everywhere_and_soon() -> None:
     engine.shutdown()
 
 
+def test_a_defect_of_the_core_is_its_end_and_everybody_hears_of_it() -> None:
+    engine = start(scheduler_cls="tests.helpers.faulty_executors.DefectiveScheduler")
+    pid = core_pid(engine)
+    engine.add_request("r", [5], greedy())
+    with pytest.raises(EngineDeadError):
+        drive(engine)
+    assert wait_until_gone(pid, 5)
+    began = time.monotonic()
+    engine.shutdown()
+    assert time.monotonic() - began < 2
+
+
 def test_the_core_ends_by_itself_on_sigterm() -> None:
     engine = start()
     pid = core_pid(engine)

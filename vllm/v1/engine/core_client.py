@@ -6,6 +6,7 @@ core is an `EngineDeadError` at every call; nothing waits for ever on a core tha
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -223,7 +224,9 @@ class SyncMPClient(EngineCoreClient):
         if self._closed:
             return
         self._closed = True
-        self._stop.send(b"")
+        # A reader that has ended already takes no message; waiting for it would never end.
+        with contextlib.suppress(zmq.Again):
+            self._stop.send(b"", zmq.DONTWAIT)
         self._reader.join(timeout=1.0)
         self._stop.close(linger=0)
         self._connection.close(timeout)

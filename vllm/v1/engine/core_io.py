@@ -7,6 +7,7 @@ scheduler, and they decode nothing but the one byte that says what a message is.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -87,7 +88,9 @@ class CoreSockets:
     def close(self) -> None:
         """Send what is queued, then end both threads."""
         self._departures.put(None)
-        self._stop.send(b"")
+        # A reader that has ended already takes no message; waiting for it would never end.
+        with contextlib.suppress(zmq.Again):
+            self._stop.send(b"", zmq.DONTWAIT)
         for thread in self._threads:
             thread.join(timeout=LINGER_MS / 1000 + 1)
         self._stop.close(linger=0)
