@@ -107,6 +107,9 @@ def test_hits_end_where_no_shared_state_is_cut() -> None:
     compressed = FullAttentionSpec(block_size=6, num_kv_heads=1, head_size=1, dtype=BYTE, tokens_per_state=3)
     kv = build(full(2), compressed, scheduler=6, unit=2)
     assert kv._cache_hit_alignment_tokens == 6
+    fine = build(full(8), mamba(8), compressed, scheduler=24, unit=2)
+    assert not fine.enable_partial_hash_hits
+    assert fine._cache_hit_alignment_tokens == 24
     ring_of_four = build(full(2), full(2), ring(8), scheduler=2, unit=2)
     assert ring_of_four._cache_hit_alignment_tokens == 2
 

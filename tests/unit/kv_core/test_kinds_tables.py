@@ -28,6 +28,8 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
     CrossAttentionManager,
     FullAttentionManager,
+    HiSparseHotManager,
+    HiSparseResidentManager,
     SlidingWindowManager,
     get_manager_for_kv_cache_spec,
     register_all_kvcache_specs,
@@ -132,6 +134,44 @@ def test_reasoning_window_keeps_prompt_and_window() -> None:
     assert tables(kv, "r") == [[1, 2, 3, 0, 0, 6, 7, 8]]
     kv.free(req)
     check_invariants(kv, at_rest=True)
+
+
+def test_reasoning_window_frees_nothing_while_the_prompt_is_unknown() -> None:
+    kv = manager(30, rswa(4, 8))
+    req = request("r", range(40), hash_block=4)
+    admit(kv, req)
+    kv.remove_skipped_blocks("r", 40)
+    assert 0 not in tables(kv, "r")[0]
+    kv.remove_skipped_blocks("r", 40, 4)
+    assert tables(kv, "r")[0][1:8] == [0] * 7
+
+
+def test_slots_tell_how_far_a_request_grows_without_asking_again() -> None:
+    cross = CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=1, dtype=BYTE)
+    kv = manager(40, full(4), mamba(8), ring(4), scheduler_block=8, hash_block=4)
+    req = request("r", range(10), hash_block=4)
+    assert kv.num_slots("r") == 0
+    admit(kv, req)
+    assert kv.num_slots("r") == 12
+    groups = kv.coordinator.single_type_managers
+    assert groups[1].num_slots("r") == 15
+    assert groups[2].num_slots("r") > 10**12
+    assert make(CrossAttentionManager, cross, kv.block_pool).num_slots("r") > 10**12
+
+
+def test_a_ring_can_be_loaded_too() -> None:
+    kv = manager(40, full(4), ring(4), scheduler_block=4)
+    req = request("r", range(10), hash_block=4)
+    kv.allocate_slots(req, 0, num_external_computed_tokens=8, delay_cache_blocks=True)
+    assert [len(t) for t in tables(kv, "r")] == [2, 1]
+
+
+def test_kinds_of_the_wrong_spec_are_refused() -> None:
+    pool = BlockPool(10, True, 4)
+    with pytest.raises(TypeError, match="HiSparseHotSpec"):
+        make(HiSparseHotManager, full(4), pool).allocate_new_blocks("r", 4, 4)
+    with pytest.raises(TypeError, match="HiSparseResidentSpec"):
+        HiSparseResidentManager.admission_cap(full(4), 8, 100)
 
 
 def test_ring_holds_one_block_for_life() -> None:

@@ -7,11 +7,12 @@ requests, blocks or pools; how the tokens of a request become hashes is in `bloc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NewType, overload
 
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.utils.hashing import HashFn, sha256, sha256_cbor
 
 logger = init_logger(__name__)
 
@@ -24,7 +25,6 @@ BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
 ExternalBlockHash = bytes | int
 """The form a block hash takes in KV events."""
 
-HashFn = Callable[[object], bytes]
 ExtraKeys = tuple[tuple[object, ...], ...]
 """Tagged tuples that keep prefixes apart although their token ids are equal."""
 
@@ -47,12 +47,11 @@ def resolve_none_hash_seed(hash_fn: HashFn) -> str:
     seed = envs.PYTHONHASHSEED
     if seed is not None:
         return seed
-    if hash_fn.__name__.startswith("sha256"):
+    if hash_fn in (sha256, sha256_cbor):
         return DEFAULT_NONE_HASH_SEED
     logger.warning(
-        "PYTHONHASHSEED is not set: with the hash %s, block hashes differ between processes and restarts. "
-        "Set it where caches are shared.",
-        hash_fn.__name__,
+        "PYTHONHASHSEED is not set: without sha256, block hashes differ between processes and restarts. "
+        "Set it where caches are shared."
     )
     return os.urandom(32).hex()
 

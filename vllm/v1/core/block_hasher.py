@@ -11,8 +11,8 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
-from vllm.utils.hashing import sha256
-from vllm.v1.core.block_hash import BlockHash, ExtraKeys, HashFn, none_hash
+from vllm.utils.hashing import HashFn, sha256
+from vllm.v1.core.block_hash import BlockHash, ExtraKeys, none_hash
 from vllm.v1.utils import tensor_data
 
 

@@ -366,7 +366,7 @@ class KVCacheManager:
         ]
 
     def remove_skipped_blocks(
-        self, request_id: str, num_processed_tokens: int, num_prompt_tokens: int = 0
+        self, request_id: str, num_processed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free the blocks that no position after the processed tokens reads."""
         self.coordinator.remove_skipped_blocks(request_id, num_processed_tokens, num_prompt_tokens)

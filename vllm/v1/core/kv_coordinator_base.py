@@ -102,30 +102,31 @@ class KVCacheCoordinator(ABC):
         )
         self.group_block_sizes = tuple(manager.block_size for manager in self.single_type_managers)
         self.pools: tuple[BlockPool, ...] = (self.block_pool, *([host_pool] if host_pool else []))
+        shared = self._shared_state_tokens()
         self.enable_partial_hash_hits = (
             enable_caching
             and allow_partial_hash_hits
             and hash_block_size < scheduler_block_size
+            and hash_block_size % shared == 0
             and partial_hash_hits_enabled(groups, hash_block_size, dcp_world_size)
         )
+        alignment = hash_block_size if self.enable_partial_hash_hits else lcm(scheduler_block_size, shared)
         self._load_targets: set[int] = set()
-        self._geometry = HitGeometry(
-            hash_block_size, self._hit_alignment(hash_block_size), dcp_world_size, pcp_world_size
-        )
+        self._geometry = HitGeometry(hash_block_size, alignment, dcp_world_size, pcp_world_size)
         self._check_sizes(hash_block_size)
         self._flag_eagle_groups()
         self._batches = [] if self._replay_is_impossible() else make_batches(self.single_type_managers)
 
-    def _hit_alignment(self, hash_block_size: int) -> int:
-        """Tokens on whose multiples hits end: no state that several tokens share may be cut."""
-        base = hash_block_size if self.enable_partial_hash_hits else self.scheduler_block_size
-        shared = [
-            int(spec.tokens_per_state)
-            for group in self.kv_cache_config.kv_cache_groups
-            for spec in iter_layer_specs(group.kv_cache_spec)
-            if spec.tokens_per_state > 1 and spec.tokens_per_state == int(spec.tokens_per_state)
-        ]
-        return lcm(base, *shared)
+    def _shared_state_tokens(self) -> int:
+        """Tokens on whose multiples no state is cut that several tokens share."""
+        return lcm(
+            *(
+                int(spec.tokens_per_state)
+                for group in self.kv_cache_config.kv_cache_groups
+                for spec in iter_layer_specs(group.kv_cache_spec)
+                if spec.tokens_per_state > 1 and spec.tokens_per_state == int(spec.tokens_per_state)
+            )
+        )
 
     def _check_sizes(self, hash_block_size: int) -> None:
         size = self.scheduler_block_size
@@ -332,7 +333,7 @@ class KVCacheCoordinator(ABC):
         return tuple(manager.pop_blocks_for_free(request_id) for manager in self.single_type_managers)
 
     def remove_skipped_blocks(
-        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int = 0
+        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free the blocks that no position after `total_computed_tokens` reads."""
         for manager in self.single_type_managers:

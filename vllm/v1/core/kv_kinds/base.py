@@ -176,7 +176,7 @@ class SingleTypeKVCacheManager(ABC):
         return 0
 
     def remove_skipped_blocks(
-        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int = 0
+        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Replace blocks that only hold skipped tokens by the null block and free them, the last one first."""
         skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size

@@ -114,9 +114,11 @@ class RSWAManager(FullAttentionManager):
     """Prompt kept in full, generated tokens through a window: blocks between prompt and window are freed."""
 
     def remove_skipped_blocks(
-        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int = 0
+        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the blocks that lie wholly behind the prompt and before the window."""
+        """Free the blocks that lie wholly behind the prompt and before the window; none if the prompt is not known."""
+        if num_prompt_tokens is None:
+            return
         spec = self.kv_cache_spec.kind_spec
         check(isinstance(spec, RSWASpec), f"RSWAManager got a {type(spec).__name__}")
         assert isinstance(spec, RSWASpec)

@@ -370,7 +370,7 @@ class MambaManager(SingleTypeKVCacheManager):
         return blocks[column] if blocks and column < len(blocks) else None
 
     def remove_skipped_blocks(
-        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int = 0
+        self, request_id: str, total_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         super().remove_skipped_blocks(request_id, total_computed_tokens, num_prompt_tokens)
         if request_id in self._keepers:  # what is confirmed can no longer turn out to be wrong
