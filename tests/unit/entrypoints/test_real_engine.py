@@ -1,0 +1,259 @@
+"""The HTTP layer on the real engine with a tiny random model: both must understand each other."""
+
+import asyncio
+import itertools
+import json
+
+import httpx
+import pytest
+
+from tests.helpers.engine_configs import async_engine_args
+from tests.helpers.http_app import events
+from vllm.entrypoints.common.cli_args import make_arg_parser
+from vllm.entrypoints.openai.api_server import build_app
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GREEDY = {"temperature": 0, "ignore_eos": True}
+WEATHER = {
+    "type": "object",
+    "properties": {"day": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["day"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine_args = async_engine_args(max_logprobs=-1)
+    made = AsyncLLM.from_engine_args(engine_args)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def app(engine):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--enable-prompt-tokens-details"])
+        yield build_app(args, engine)
+
+
+@pytest.fixture
+async def client(app):
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as made:
+        yield made
+
+
+async def ok(client, path, **body):
+    reply = await client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+async def stream(client, path, **body):
+    reply = await client.post(path, json={**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    return events(reply.text)
+
+
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+async def test_stream_and_whole_reply_agree(client):
+    body = {
+        "prompt": "hello world",
+        "max_tokens": 20,
+        "logprobs": 2,
+        "echo": True,
+        "return_token_ids": True,
+        **GREEDY,
+    }
+    whole = (await ok(client, COMPLETIONS, **body))["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in await stream(client, COMPLETIONS, **body)]
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+    assert flat(chunk["token_ids"] for chunk in chunks) == whole["token_ids"]
+    for name in ("tokens", "text_offset", "top_logprobs"):
+        assert flat(chunk["logprobs"][name] for chunk in chunks) == whole["logprobs"][name]
+    assert len(whole["logprobs"]["tokens"]) == len(whole["prompt_token_ids"]) + 20
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "length"
+
+
+async def test_samples_and_seeds(client):
+    body = {"prompt": "hello", "n": 3, "max_tokens": 8, "seed": 1, "temperature": 1.0}
+    first, second = await ok(client, COMPLETIONS, **body), await ok(client, COMPLETIONS, **body)
+    assert [c["text"] for c in first["choices"]] == [c["text"] for c in second["choices"]]
+    assert len({choice["text"] for choice in first["choices"]}) > 1
+
+
+async def test_api_01_stop_strings(client):
+    text = (await ok(client, COMPLETIONS, prompt="hello", max_tokens=20, **GREEDY))["choices"][0]["text"]
+    stop = next(
+        text[i : i + 2]
+        for i in range(3, len(text))
+        if "\ufffd" not in text[i : i + 2] and text.index(text[i : i + 2]) == i
+    )
+    for include in (False, True):
+        body = {
+            "prompt": "hello",
+            "max_tokens": 20,
+            "stop": [stop],
+            "include_stop_str_in_output": include,
+            **GREEDY,
+        }
+        whole = (await ok(client, COMPLETIONS, **body))["choices"][0]
+        chunks = [chunk["choices"][0] for chunk in await stream(client, COMPLETIONS, **body)]
+        expected = text[: text.index(stop)] + (stop if include else "")
+        assert whole["text"] == "".join(chunk["text"] for chunk in chunks) == expected
+        assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", stop)
+        assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == ("stop", stop)
+        assert all(chunk["text"] for chunk in chunks[:-1])
+
+
+async def test_cached_tokens_and_resets(client):
+    body = {"prompt": [5 + n % 200 for n in range(40)], "max_tokens": 2, **GREEDY}
+    await client.post("/reset_prefix_cache")
+    counts = [
+        (await ok(client, COMPLETIONS, **body))["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for _ in range(2)
+    ]
+    assert counts == [0, 32]
+    report = (await client.post("/reset_prefix_cache?reset_external=true")).json()
+    assert (report["success"], report["reason"], report["held_blocks"]) == (True, None, 0)
+    assert (await ok(client, COMPLETIONS, **body))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    chunks = await stream(
+        client, COMPLETIONS, **body, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )
+    assert {chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in chunks} == {32}
+
+
+async def test_val_07_scoring_a_prompt_of_the_models_length(client, engine):
+    limit = engine.model_config.max_model_len
+    ids = [5 + (7 * n) % 200 for n in range(limit)]
+    body = {"max_tokens": 0, "echo": True, "logprobs": 1}
+    full = (await ok(client, COMPLETIONS, prompt=ids, **body))["choices"][0]["logprobs"]
+    shorter = (await ok(client, COMPLETIONS, prompt=ids[:-1], **body))["choices"][0]["logprobs"]
+    assert len(full["tokens"]) == limit
+    assert full["token_logprobs"][1:-1] == pytest.approx(shorter["token_logprobs"][1:], abs=1e-4)
+    every = {"max_tokens": 1, "logprobs": -1, "return_tokens_as_token_ids": True, "temperature": 0}
+    top = (await ok(client, COMPLETIONS, prompt=ids[:-1], **every))["choices"][0]["logprobs"]["top_logprobs"][
+        0
+    ]
+    assert full["token_logprobs"][-1] == pytest.approx(top[f"token_id:{ids[-1]}"], abs=1e-4)
+
+
+BAD = {
+    "val_01_bias_beyond": ({"logit_bias": {"191222": -100}}, "191222"),
+    "val_01_bias_text": ({"logit_bias": {"AI": -100}}, "AI"),
+    "val_01_bias_negative": ({"logit_bias": {"-1": 1}}, "-1"),
+    "val_03_regex": ({"structured_outputs": {"regex": "["}}, "regex"),
+    "val_03_json": ({"structured_outputs": {"json": ""}}, "json"),
+    "val_03_json_object": ({"structured_outputs": {"json_object": False}}, "json_object"),
+    "val_03_choice": ({"structured_outputs": {"choice": []}}, "choice"),
+    "val_03_grammar": ({"structured_outputs": {"grammar": "start: ("}}, "structured_outputs"),
+    "allowed": ({"allowed_token_ids": [10**6]}, "1000000"),
+    "stop_ids": ({"stop_token_ids": [10**6]}, "1000000"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_bad_input_is_400_and_others_go_on(client, case, streamed):
+    fields, word = BAD[case]
+    good = asyncio.create_task(ok(client, COMPLETIONS, prompt="hello", max_tokens=10, **GREEDY))
+    reply = await client.post(COMPLETIONS, json={"prompt": "x", "stream": streamed, **fields})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["type"]) == (400, 400, "BadRequestError")
+    assert word in error["message"]
+    assert (await good)["usage"]["completion_tokens"] == 10
+
+
+async def test_val_10_tiny_temperature_is_finite(client):
+    body = await ok(
+        client, COMPLETIONS, prompt="hello", max_tokens=5, temperature=1e-4, logprobs=0, ignore_eos=True
+    )
+    assert all(value > -100 for value in body["choices"][0]["logprobs"]["token_logprobs"])
+
+
+async def test_structured_answers(client):
+    schema = {"name": "x", "schema": {"enum": ["aa", "bb"]}}
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    assert json.loads((await ok(client, CHAT, **body))["choices"][0]["message"]["content"]) in ("aa", "bb")
+    choice = await ok(client, COMPLETIONS, prompt="x", structured_outputs={"choice": ["yes", "no"]})
+    assert choice["choices"][0]["text"] in ("yes", "no")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_api_10_forced_tool_calls(client, choice):
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "seed": 3,
+        "parallel_tool_calls": False,
+    }
+    message = (await ok(client, CHAT, **body))["choices"][0]["message"]
+    function = message["tool_calls"][0]["function"]
+    assert function["name"] == "weather"
+    assert 0 <= json.loads(function["arguments"])["day"] <= 9
+    deltas = [
+        chunk["choices"][0]["delta"].get("tool_calls", []) for chunk in await stream(client, CHAT, **body)
+    ]
+    pieces = [delta["function"]["arguments"] for delta in flat(deltas)]
+    assert "".join(pieces) == function["arguments"]
+
+
+async def test_conversations_stream_as_they_answer(client):
+    body = {"messages": [{"role": "user", "content": "tell me"}], "max_tokens": 15, **GREEDY}
+    whole = (await ok(client, CHAT, **body))["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in await stream(client, CHAT, **body)]
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == whole["message"]["content"]
+    assert chunks[0]["delta"]["role"] == "assistant"
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"]
+
+
+async def test_requests_can_be_aborted_by_their_id(client):
+    body = {"prompt": "hello", "max_tokens": 200, "request_id": "victim", **GREEDY}
+    task = asyncio.create_task(client.post(COMPLETIONS, json=body))
+    for _ in range(100):
+        await asyncio.sleep(0.005)
+        await client.post("/abort_requests", json={"request_ids": ["cmpl-victim"]})
+        if task.done():
+            break
+    choice = (await task).json()["choices"][0]
+    assert choice["finish_reason"] in ("abort", "length")
+
+
+async def test_pause_and_resume(client):
+    assert (await client.post("/pause?mode=keep&clear_cache=false")).json() == {"status": "paused"}
+    assert (await client.get("/is_paused")).json() == {"is_paused": True}
+    task = asyncio.create_task(ok(client, COMPLETIONS, prompt="hello", max_tokens=2))
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    assert (await client.post("/resume")).json() == {"status": "resumed"}
+    assert (await task)["usage"]["completion_tokens"] > 0
+
+
+async def test_server_info_and_metrics(client):
+    info = (await client.get("/server_info?config_format=json")).json()
+    assert info["vllm_config"]["cache_config"]["cache_hit_alignment_tokens"] == 16
+    assert info["kv_cache_groups"][0]["kind"] == "full_attention"
+    assert "vllm:prefix_cache_queries_total" in (await client.get("/metrics")).text
+    assert (await client.get("/kv_event_sources")).json() == {}
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_many_at_once(client):
+    bodies = [{"prompt": f"number {n}", "max_tokens": 3 + n % 4, **GREEDY} for n in range(24)]
+    replies = await asyncio.gather(*(ok(client, COMPLETIONS, **body) for body in bodies))
+    assert [reply["usage"]["completion_tokens"] for reply in replies] == [
+        body["max_tokens"] for body in bodies
+    ]
