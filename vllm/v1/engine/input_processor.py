@@ -19,11 +19,13 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.utils.clock import MonotonicClock
 from vllm.utils.ids import random_uuid
+from vllm.utils.registry import resolve_object
 from vllm.v1.messages import EngineCoreRequest
 from vllm.v1.structured_output import validate_structured_outputs
 
 # Prompt log probabilities are kept for all positions at once: 2**25 entries of 8 bytes are 256 MiB.
 PROMPT_LOGPROB_ENTRIES_MAX = 1 << 25
+_LOGITS_PROCESSOR_CHECK = "vllm.v1.sample.logits_processor:validate_logits_processors_parameters"
 TOKENIZATION_OPTIONS = ("add_special_tokens", "truncation", "max_length")
 
 
@@ -186,6 +188,7 @@ class InputProcessor:
         if params.stop and self.tokenizer is None:
             raise _refuse("stop", params.stop, "needs a tokenizer (skip_tokenizer_init is set)")
         self._check_prompt_logprobs(params, prompt_length)
+        self._check_logits_processors(params)
         if params.structured_outputs is not None:
             if self.tokenizer is None:
                 raise VLLMValidationError(
@@ -198,6 +201,17 @@ class InputProcessor:
         if self.tokenizer is not None:
             params.update_from_tokenizer(self.tokenizer)
         return params
+
+    def _check_logits_processors(self, params: SamplingParams) -> None:
+        """Let configured logits processors look at the parameters; they live with torch, hence loaded only if there are any."""
+        configured = self.model_config.logits_processors
+        if not configured:
+            return
+        validate: Any = resolve_object(_LOGITS_PROCESSOR_CHECK)
+        try:
+            validate(configured, params)
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter="extra_args") from error
 
     def _check_prompt_logprobs(self, params: SamplingParams, prompt_length: int) -> None:
         if params.prompt_logprobs is None:
