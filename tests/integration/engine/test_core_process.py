@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ def wait_until_gone(pid: int, seconds: float) -> bool:
     return False
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LLMEngine]:
+    engine = start(distributed_executor_backend=FLAKY)
+    yield engine
+    engine.shutdown()
+
+
 @pytest.fixture(params=["spawn", "fork"])
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", request.param)
@@ -114,11 +122,9 @@ def test_a_start_that_fails_says_why(settings: dict[str, Any], words: str) -> No
     assert set(psutil.Process().children(recursive=True)) == before
 
 
-def test_a_poisoned_request_does_not_harm_the_process() -> None:
-    engine = start(distributed_executor_backend=FLAKY)
-    assert run(engine, {"bad": [5, *POISON]})["bad"].outputs[0].finish_reason == "error"
-    assert run(engine, {"good": [5, 6]})["good"].outputs[0].finish_reason == "length"
-    engine.shutdown()
+def test_a_poisoned_request_does_not_harm_the_process(shared: LLMEngine) -> None:
+    assert run(shared, {"bad": [5, *POISON]})["bad"].outputs[0].finish_reason == "error"
+    assert run(shared, {"good": [5, 6]})["good"].outputs[0].finish_reason == "length"
 
 
 def test_a_dead_core_is_an_error_everywhere_and_soon() -> None:
@@ -226,12 +232,11 @@ def test_off_21_a_slow_store_does_not_hold_up_a_new_request() -> None:
     engine.shutdown()
 
 
-def test_utility_calls_report_failures_as_text() -> None:
-    engine = start()
+def test_utility_calls_report_failures_as_text(shared: LLMEngine) -> None:
+    engine = shared
     with pytest.raises(RuntimeError, match="unknown utility method 'nonsense'"):
         engine.engine_core.call_utility("nonsense")
     with pytest.raises(RuntimeError, match=r"mode='x' must be one of"):
         engine.pause_generation("x")
     assert engine.get_supported_tasks() == ("generate",)
     assert run(engine, {"r": [5]})["r"].finished
-    engine.shutdown()

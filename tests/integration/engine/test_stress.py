@@ -11,7 +11,7 @@ from tests.helpers.faulty_executors import POISON
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-STEPS = {"llama": 500, "glm5_next": 160}
+STEPS = {"llama": 300, "glm5_next": 100}
 FLAKY = "tests.helpers.faulty_executors.PoisonedExecutor"
 
 
@@ -101,7 +101,7 @@ def reference(request: pytest.FixtureRequest) -> Iterator[tuple[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "async_scheduling", "with_poison"),
-    [(0, True, False), (1, False, False), (2, True, True), (3, False, True)],
+    [(0, True, False), (1, False, True)],
 )
 def test_outputs_never_depend_on_caches_tiers_or_neighbours(
     reference: tuple[str, Any], seed: int, async_scheduling: bool, with_poison: bool
@@ -134,6 +134,6 @@ def test_outputs_never_depend_on_caches_tiers_or_neighbours(
     assert not wrong
     assert len(traffic.results) + len(traffic.aborted) >= len(traffic.prompts)
     hits = sum((output.num_cached_tokens or 0) for output in traffic.results.values())
-    assert hits > 10 * block, "the traffic must use the caches"
+    assert hits >= 4 * block, "the traffic must use the caches"
     assert engine.reset_prefix_cache(reset_connector=True), "nothing is held at rest"
     engine.shutdown()
