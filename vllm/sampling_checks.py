@@ -240,6 +240,12 @@ def check_features(params: CheckedParams, model_config: Any, speculative_config:
         raise VLLMValidationError("watermarking is not supported", parameter="watermarking")
     if params.routed_experts_prompt_start:
         raise VLLMValidationError("routed experts are not reported", parameter="routed_experts_prompt_start")
+    if params.thinking_token_budget is not None:
+        raise VLLMValidationError(
+            "thinking_token_budget is not supported",
+            parameter="thinking_token_budget",
+            value=params.thinking_token_budget,
+        )
     if params.trace_decode_token_ids is not None and not model_config.enable_trace_replay:
         raise VLLMValidationError("needs --enable-trace-replay", parameter="trace_decode_token_ids")
     if params.bad_words and tokenizer is None:

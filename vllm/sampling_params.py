@@ -163,7 +163,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             self.temperature = MIN_TEMPERATURE
         self._all_stop_token_ids.update(cast(list[int], self.stop_token_ids))
         if self.skip_reading_prefix_cache is None:
-            self.skip_reading_prefix_cache = self.prompt_logprobs is not None
+            wants_prompt = self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
+            self.skip_reading_prefix_cache = wants_prompt
 
     def _normalise(self) -> None:
         if self.seed == -1:

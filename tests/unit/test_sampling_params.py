@@ -117,6 +117,7 @@ def test_ignored_end_token_is_still_masked_by_min_tokens():
 
 def test_prompt_logprobs_need_a_full_prefill():
     assert SamplingParams(prompt_logprobs=1).skip_reading_prefix_cache is True
+    assert SamplingParams(prompt_logprob_token_ids=[3]).skip_reading_prefix_cache is True
     assert (
         SamplingParams(prompt_logprobs=1, skip_reading_prefix_cache=False).skip_reading_prefix_cache is False
     )
@@ -159,6 +160,7 @@ def test_features_that_do_not_exist_are_refused():
     for field, value in (
         ("watermarking", {"key": 1}),
         ("routed_experts_prompt_start", 1),
+        ("thinking_token_budget", 5),
         ("trace_decode_token_ids", [1]),
     ):
         with pytest.raises(VLLMValidationError) as error:

@@ -328,3 +328,10 @@ def test_public_error_facades():
     assert create_error_response("x", status_code=418).error.type == "BadRequestError"
     assert create_error_response("x", status_code=507).error.type == "InternalServerError"
     assert callable(validation_exception_handler)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_stacks_of_refusals_are_logged_on_request(tmp_path, caplog, wanted):
+    app = App(tmp_path, says("x"), ["--log-error-stack"] if wanted else [])
+    await app.error("/v1/completions", {"prompt": "a", "temperature": -1})
+    assert ("A request was refused" in caplog.text) is wanted

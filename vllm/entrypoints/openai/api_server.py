@@ -28,6 +28,7 @@ from vllm.entrypoints.openai import dev_routes, routes, token_routes, unsupporte
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.errors import (
+    ErrorLog,
     exception_handler,
     http_exception_handler,
     validation_exception_handler,
@@ -72,6 +73,8 @@ def build_app(args: argparse.Namespace, engine_client: Any) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.serving = build_state(args, engine_client)
+    wanted = args.log_error_stack
+    ErrorLog.every_stack = envs.VLLM_SERVER_DEV_MODE if wanted is None else wanted
     routers = _routers(args)
     for router in routers:
         app.include_router(router)

@@ -41,6 +41,12 @@ _ADDRESS = re.compile(r"\s*(?:\bat\s+)?0x[0-9a-fA-F]{6,}")
 _PATH = re.compile(r"(?<![\w/:.])/(?!v\d/|inference/)(?:[\w.+@-]+/)+[\w.+@-]+")
 
 
+class ErrorLog:
+    """Whether the stack of every error reply is logged (`--log-error-stack`), not only of unexpected ones."""
+
+    every_stack = False
+
+
 class ErrorInfo(BaseModel):
     """What went wrong. `param` is the request field at fault, if one is."""
 
@@ -74,6 +80,8 @@ def create_error_response(
 ) -> ErrorResponse:
     """The body for a message, or for an exception (which knows its own status and field)."""
     if isinstance(message, BaseException):
+        if ErrorLog.every_stack:
+            logger.info("A request was refused or failed", exc_info=message)
         status_code, param, message = _describe(message)
     status = int(status_code)
     info = ErrorInfo(
