@@ -182,7 +182,7 @@ def test_the_core_does_not_outlive_its_parent(method: str, tmp_path: Path) -> No
             from vllm.v1.engine.llm_engine import LLMEngine
             if __name__ == "__main__":
                 engine = LLMEngine.from_engine_args(pickle.load(open(sys.argv[1], "rb")), enable_multiprocessing=True)
-                print("core", engine.engine_core.core_pids[0], flush=True)
+                print("core", engine.engine_core.core_pids[0], engine.engine_core.folder, flush=True)
                 time.sleep(60)
             """
         )
@@ -194,12 +194,14 @@ def test_the_core_does_not_outlive_its_parent(method: str, tmp_path: Path) -> No
         [sys.executable, str(script), str(arguments)], stdout=subprocess.PIPE, env=environment
     )
     assert parent.stdout is not None
-    pid = int(next(line for line in parent.stdout if line.startswith(b"core")).split()[1])
+    words = next(line for line in parent.stdout if line.startswith(b"core")).decode().split()
+    pid, folder = int(words[1]), Path(words[2])
     assert psutil.pid_exists(pid)
     parent.kill()
     parent.wait()
     parent.stdout.close()
     assert wait_until_gone(pid, 5), method
+    assert not folder.exists()
 
 
 def test_off_20_an_idle_core_collects_its_transfers_and_then_rests() -> None:

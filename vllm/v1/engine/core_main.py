@@ -10,10 +10,12 @@ import contextlib
 import os
 import pickle
 import select
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -98,7 +100,7 @@ def run_core(start: CoreStart, parent_pipe: int) -> int:
         handshake.close()
         return 1
     with _signals(core):
-        _watch_parent(core, parent_pipe, start.parent_pid)
+        _watch_parent(core, parent_pipe, start)
         core.connect(addresses)
         handshake.say("READY", resolved=resolved_settings(start.vllm_config))
         handshake.close()
@@ -136,15 +138,16 @@ def _signals(core: EngineCoreProc) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _watch_parent(core: EngineCoreProc, parent_pipe: int, parent_pid: int) -> None:
-    """Start a thread that ends the core when its parent is gone."""
+def _watch_parent(core: EngineCoreProc, parent_pipe: int, start: CoreStart) -> None:
+    """Start a thread that ends the core when its parent is gone, and removes the socket folder in its stead."""
 
     def watch() -> None:
-        while os.getppid() == parent_pid:
+        while os.getppid() == start.parent_pid:
             readable, _, _ = select.select([parent_pipe], [], [], PARENT_POLL_S)
             if readable and not os.read(parent_pipe, 1):
                 break
         logger.warning("The front end is gone; the engine core ends.")
+        shutil.rmtree(Path(start.handshake_address.removeprefix("ipc://")).parent, ignore_errors=True)
         core.request_shutdown()
         threading.Event().wait(ORPHAN_GRACE_S)
         os._exit(1)
