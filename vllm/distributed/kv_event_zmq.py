@@ -57,6 +57,7 @@ class ZmqEventPublisher(EventPublisher):
         hwm: int = 100_000,
         max_queue_size: int = 100_000,
         topic: str = "",
+        *,
         bind: bool | None = None,
     ) -> None:
         super().__init__(data_parallel_rank)

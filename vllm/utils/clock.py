@@ -28,3 +28,8 @@ class MonotonicClock:
 
     def time(self) -> float:
         return time.time()
+
+
+def monotonic_ns() -> int:
+    """Nanoseconds since an arbitrary start; never goes back."""
+    return time.monotonic_ns()

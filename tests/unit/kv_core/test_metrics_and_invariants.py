@@ -34,7 +34,7 @@ class Ticks:
 
 def test_life_of_a_block_is_measured() -> None:
     clock = Ticks()
-    state = BlockMetricsState(clock)
+    state = BlockMetricsState(now_ns=clock)
     assert state.get_reuse_gaps_seconds() == []
     clock.now += 2_000_000_000
     state.record_access()
@@ -69,7 +69,7 @@ def test_sampling_follows_the_rate() -> None:
 
 def test_followed_blocks_report_their_eviction() -> None:
     clock = Ticks()
-    collector = KVCacheMetricsCollector(1.0, clock)
+    collector = KVCacheMetricsCollector(1.0, now_ns=clock)
     kv = manager(4, full(4), metrics_collector=collector)
     first = request("a", range(8), hash_block=4)
     admit(kv, first)

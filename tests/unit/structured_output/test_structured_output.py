@@ -26,7 +26,7 @@ def manager(tokenizer: Any = TOKENIZER) -> StructuredOutputManager:
         model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB, hf_config={"eos_token_id": [EOS]}),
         structured_outputs_config=SimpleNamespace(backend="auto"),
     )
-    return StructuredOutputManager(config, lambda: tokenizer)  # type: ignore[arg-type]
+    return StructuredOutputManager(config, tokenizer_factory=lambda: tokenizer)  # type: ignore[arg-type]
 
 
 def scheduler_with_grammars(**config: Any) -> Driver:

@@ -43,6 +43,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         num_hash_lookahead_tokens: int = 0,
         num_prefill_lookahead: int = 0,
         allow_partial_hash_hits: bool = True,
+        *,
         block_pool: BlockPool | None = None,
     ) -> None:
         super().__init__(
@@ -60,7 +61,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
             num_hash_lookahead_tokens,
             num_prefill_lookahead,
             allow_partial_hash_hits,
-            block_pool,
+            block_pool=block_pool,
         )
 
     def find_longest_cache_hit(
@@ -125,6 +126,7 @@ def get_kv_cache_coordinator(
     num_hash_lookahead_tokens: int = 0,
     num_prefill_lookahead: int = 0,
     allow_partial_hash_hits: bool = True,
+    *,
     block_pool: BlockPool | None = None,
 ) -> KVCacheCoordinator:
     """The coordinator that the configuration asks for. `block_pool`: a pool of the caller's, such as a lower tier's."""
@@ -142,7 +144,7 @@ def get_kv_cache_coordinator(
             scheduler_block_size,
             hash_block_size,
             *further,
-            block_pool,
+            block_pool=block_pool,
         )
     coordinator_class = UnitaryKVCacheCoordinator if num_groups == 1 else HybridKVCacheCoordinator
     return coordinator_class(
@@ -157,5 +159,5 @@ def get_kv_cache_coordinator(
         scheduler_block_size,
         hash_block_size,
         *further,
-        block_pool,
+        block_pool=block_pool,
     )

@@ -23,7 +23,7 @@ class BlockMetricsState:
 
     __slots__ = ("_now_ns", "access_history", "birth_time_ns", "last_access_ns")
 
-    def __init__(self, now_ns: Callable[[], int] = monotonic_ns) -> None:
+    def __init__(self, *, now_ns: Callable[[], int] = monotonic_ns) -> None:
         self._now_ns = now_ns
         self.birth_time_ns = now_ns()
         self.last_access_ns = self.birth_time_ns
@@ -54,7 +54,7 @@ class KVCacheMetricsCollector:
     Sampling takes every n-th block rather than drawing lots, so that a run can be repeated exactly.
     """
 
-    def __init__(self, sample_rate: float = 0.01, now_ns: Callable[[], int] = monotonic_ns) -> None:
+    def __init__(self, sample_rate: float = 0.01, *, now_ns: Callable[[], int] = monotonic_ns) -> None:
         if not 0.0 < sample_rate <= 1.0:
             raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}")
         self.sample_rate = sample_rate
@@ -74,7 +74,7 @@ class KVCacheMetricsCollector:
     def on_block_allocated(self, block: KVCacheBlock) -> None:
         """A block was handed out."""
         if self.should_sample_block():
-            self.block_metrics[block.block_id] = BlockMetricsState(self._now_ns)
+            self.block_metrics[block.block_id] = BlockMetricsState(now_ns=self._now_ns)
         else:
             self.block_metrics.pop(block.block_id, None)  # an earlier life that ended without cached content
 

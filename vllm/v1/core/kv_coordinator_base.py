@@ -65,6 +65,7 @@ class KVCacheCoordinator(ABC):
         num_hash_lookahead_tokens: int = 0,
         num_prefill_lookahead: int = 0,
         allow_partial_hash_hits: bool = True,
+        *,
         block_pool: BlockPool | None = None,
     ) -> None:
         groups = kv_cache_config.kv_cache_groups

@@ -111,7 +111,7 @@ class LogprobsProcessor:
             params.logprob_token_ids,
         )
 
-    def update_from_output(self, output: EngineCoreOutput, num_tokens: int | None = None) -> None:
+    def update_from_output(self, output: EngineCoreOutput, *, num_tokens: int | None = None) -> None:
         """Take what arrived for this request; of the output only the first `num_tokens` positions (None = all)."""
         if output.new_logprobs is not None and self.num_logprobs is not None:
             self._add_sampled(output.new_logprobs, num_tokens)

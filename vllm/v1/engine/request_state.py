@@ -96,7 +96,7 @@ class RequestState:
         before = self.num_output_tokens
         stopped_by_token = output.finish_reason == FinishReason.STOP
         stop_string = self.detokenizer.update(output.new_token_ids, stopped_by_token)
-        self.logprobs_processor.update_from_output(output, self.num_output_tokens - before)
+        self.logprobs_processor.update_from_output(output, num_tokens=self.num_output_tokens - before)
         return stop_string
 
     def note_weight_version(self, version: str | None) -> None:

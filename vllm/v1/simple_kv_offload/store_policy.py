@@ -48,11 +48,11 @@ class StoreRequestState:
     num_stored_blocks: list[int]
     store_events: set[int] = field(default_factory=set)
     finished: bool = False
-    patrol_from: list[int] = field(default_factory=list)
+    patrol_from: list[int] = field(default_factory=list, kw_only=True)
     """Per group the next block to re-examine for holes, -1 = nothing left of this round."""
-    changes_seen: int = 0
+    changes_seen: int = field(default=0, kw_only=True)
     """State of the tier when the last round began."""
-    guarded_slots: set[int] = field(default_factory=set)
+    guarded_slots: set[int] = field(default_factory=set, kw_only=True)
     """Slots of the tier this request counts on; written by the hole patrol."""
 
     def replace_table(self, block_ids: BlockTable) -> None:

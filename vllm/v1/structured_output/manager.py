@@ -46,6 +46,7 @@ class StructuredOutputManager:
     def __init__(
         self,
         vllm_config: VllmConfig,
+        *,
         tokenizer_factory: Callable[[], Any] | None = None,  # a tokenizer of the engine's layer
     ) -> None:
         self._vllm_config = vllm_config

@@ -76,7 +76,7 @@ class DeviceCopyResult(CopyResult):
 class DmaCopyBackend(RegionCopyBackend):
     """Issues batched copies from one thread per direction; loads and stores have a stream each."""
 
-    def __init__(self, clock: Clock | None = None, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+    def __init__(self, *, clock: Clock | None = None, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         self._clock = clock or MonotonicClock()
         self._deadline_s = deadline_s
         self._lanes: dict[bool, CopyLane] = {}

@@ -38,7 +38,7 @@ class DiskBackend(CopyBackend):
     Bad slots (unreadable, or not what was written) are named in the failed result.
     """
 
-    def __init__(self, clock: Clock | None = None, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+    def __init__(self, *, clock: Clock | None = None, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         self._clock = clock or MonotonicClock()
         self._deadline_s = deadline_s
         self._lanes: dict[bool, CopyLane] = {}
