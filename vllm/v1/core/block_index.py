@@ -172,6 +172,7 @@ class BlockIndex:
         "events",
         "events_enabled",
         "map",
+        "num_blocks",
         "secondary",
     )
 
@@ -179,6 +180,8 @@ class BlockIndex:
         self.map = BlockHashToBlockMap()
         self.secondary: dict[int, dict[BlockHashWithGroupId, int | None]] = {}
         """Block id → keys beyond the primary one → prefix tokens each covers."""
+        self.num_blocks = 0
+        """Blocks that have a key."""
         self.events: list[AnyKVCacheEvent] = []
         self.events_enabled = enable_events
         self._infos: dict[tuple[int, BlockHashWithGroupId], StoredBlockInfo] = {}
@@ -202,6 +205,7 @@ class BlockIndex:
         if block.block_hash is None:
             block.block_hash = key
             block.block_hash_num_tokens = num_tokens
+            self.num_blocks += 1
         elif block.block_hash != key:
             self.secondary.setdefault(block.block_id, {})[key] = num_tokens
         self.map.insert(key, block)
@@ -213,6 +217,7 @@ class BlockIndex:
             return False
         found = self.map.pop(key, block.block_id) is not None
         block.reset_hash()
+        self.num_blocks -= 1
         keys = (key, *self.secondary.pop(block.block_id, ()))
         for other in keys[1:]:
             self.map.pop(other, block.block_id)
@@ -233,6 +238,7 @@ class BlockIndex:
             key = block.block_hash
             if key is None:
                 continue
+            self.num_blocks -= 1
             block.block_hash = block.block_hash_num_tokens = None
             entry = pop(key, None)
             if entry is not block and entry is not None:  # others hold the same content
@@ -245,6 +251,7 @@ class BlockIndex:
         keys = self.keys_of(source)
         self.secondary.pop(source.block_id, None)
         source.reset_hash()
+        self.num_blocks -= bool(keys)
         for key, num_tokens in keys:
             self.map.pop(key, source.block_id)
             self.add(key, target, num_tokens)
@@ -260,6 +267,7 @@ class BlockIndex:
         self.map.clear()
         self.secondary.clear()
         self._infos.clear()
+        self.num_blocks = 0
         if self.events_enabled:
             # The device tier keeps the bare form that consumers have always known.
             self.events.append(AllBlocksCleared(medium=None if self._medium == MEDIUM_GPU else self._medium))

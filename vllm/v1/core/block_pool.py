@@ -80,6 +80,8 @@ class BlockPool:
         self.null_block.is_null = True
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
         self.index = BlockIndex(enable_kv_cache_events, medium, num_hash_lookahead_tokens)
+        self.num_evicted = 0
+        """Cached blocks that were handed out for new content so far."""
         self.leases: dict[int, BlockHold] = {}
         """Live leases on this pool, kept by the leases themselves; a recount needs them."""
         self._on_reuse: dict[int, Callable[[KVCacheBlock], None]] = {}
@@ -142,7 +144,9 @@ class BlockPool:
                 if block.block_hash is not None:
                     collector.on_block_evicted(block)
                 collector.on_block_allocated(block)
+        num_cached = self.index.num_blocks
         self.index.drop_all(taken)
+        self.num_evicted += num_cached - self.index.num_blocks
         for block in taken:
             block.ref_cnt = 1
         if self._on_reuse:

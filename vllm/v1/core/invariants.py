@@ -46,15 +46,18 @@ def pool_problems(pool: BlockPool) -> list[str]:
 def index_problems(pool: BlockPool) -> list[str]:
     """Where keys of blocks and entries of the index disagree."""
     problems: list[str] = []
-    num_entries = 0
+    num_entries = num_cached = 0
     for block in pool.blocks:
         keys = pool.get_keys(block)
         num_entries += len(keys)
+        num_cached += bool(keys)
         for key, _ in keys:
             if not pool.cached_block_hash_to_block.contain(key, block.block_id):
                 problems.append(f"block {block.block_id} has key {key.hex()}, which the index lacks")
         if not keys and block.block_id in pool.cached_block_hashes_by_block:
             problems.append(f"block {block.block_id} has secondary keys but no primary one")
+    if num_cached != pool.index.num_blocks:
+        problems.append(f"{num_cached} blocks have keys, the counter says {pool.index.num_blocks}")
     registered = pool.cached_block_hash_to_block.blocks()
     if len(registered) != num_entries:
         problems.append(f"the index has {len(registered)} entries, the blocks have {num_entries} keys")

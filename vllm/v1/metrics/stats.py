@@ -5,11 +5,12 @@ is an argument.  Layer: L2 (values).
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.message_types import EngineCoreEvent, EngineCoreEventType, FinishReason
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.cache_hit_source import CacheHitSource, limit_by_source
 
 KV_FETCH_STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 """Stages of a request whose KV is fetched from outside the device, in order."""
@@ -52,6 +53,30 @@ class PrefixCacheStats:
         self.queries += num_tokens
         self.hits += num_hits
         for source, tokens in (hits_by_source or {}).items():
+            self.hits_by_source[source] = self.hits_by_source.get(source, 0) + tokens
+
+
+@dataclass
+class CacheUse:
+    """Tokens looked up and found since the start: the sums of all `PrefixCacheStats`, never reset.
+
+    ``local_queries`` were looked up on the device, ``external_queries`` (those not found there) through the connector.
+    Admissions after a preemption are left out.
+    """
+
+    requests: int = 0
+    local_queries: int = 0
+    external_queries: int = 0
+    hits_by_source: dict[CacheHitSource, int] = field(default_factory=dict)
+
+    def record(
+        self, local_queries: int, external_queries: int, hits_by_source: Mapping[CacheHitSource, int]
+    ) -> None:
+        """Count one admission."""
+        self.requests += 1
+        self.local_queries += local_queries
+        self.external_queries += external_queries
+        for source, tokens in hits_by_source.items():
             self.hits_by_source[source] = self.hits_by_source.get(source, 0) + tokens
 
 
@@ -113,11 +138,20 @@ class PrefillStats:
     num_external_cached_tokens: int = 0
     num_cache_creation_tokens: int = 0
     """Prompt tokens newly written to the prefix cache."""
+    cached_tokens_by_source: dict[CacheHitSource, int] = field(default_factory=dict)
+    """``num_cached_tokens`` by where they came from; every tier that was looked in is named."""
 
     def set(
-        self, num_prompt_tokens: int, num_local_cached_tokens: int, num_external_cached_tokens: int
+        self,
+        num_prompt_tokens: int,
+        num_local_cached_tokens: int,
+        num_external_cached_tokens: int,
+        external_by_source: Mapping[CacheHitSource, int] | None = None,
     ) -> None:
-        """Fill in all figures; cached tokens are clamped to the prompt, so no figure is ever negative."""
+        """Fill in all figures; cached tokens are clamped to the prompt, so no figure is ever negative.
+
+        ``external_by_source`` splits the external tokens.
+        """
         local = max(0, min(num_local_cached_tokens, num_prompt_tokens))
         external = max(0, min(num_external_cached_tokens, num_prompt_tokens - local))
         self.num_prompt_tokens = num_prompt_tokens
@@ -125,6 +159,10 @@ class PrefillStats:
         self.num_external_cached_tokens = external
         self.num_cached_tokens = local + external
         self.num_computed_tokens = num_prompt_tokens - self.num_cached_tokens
+        self.cached_tokens_by_source = {
+            CacheHitSource.DEVICE: local,
+            **limit_by_source(external_by_source or {}, external),
+        }
 
 
 @dataclass

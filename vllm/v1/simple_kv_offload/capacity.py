@@ -5,30 +5,9 @@ Owns how a byte budget becomes a number of blocks. It must not talk to other ran
 
 from __future__ import annotations
 
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+from vllm.v1.core.kv_cache_view import gpu_total_bytes, group_bytes_per_block
 
-
-def group_bytes_per_block(group: KVCacheGroupSpec) -> int:
-    """Bytes that one block of this group occupies over all its layers."""
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return sum(spec.kv_cache_specs[name].page_size_bytes for name in group.layer_names)
-    return spec.page_size_bytes * len(group.layer_names)
-
-
-def gpu_total_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Bytes of this rank's device KV cache.
-
-    All device groups alias one allocation, whose size every tensor repeats; with tensors in
-    allocations of their own, or with no tensors at all, the widest group decides.
-    """
-    device = [tensor.size for tensor in kv_cache_config.kv_cache_tensors if not tensor.host_resident]
-    groups = [
-        group_bytes_per_block(group) * kv_cache_config.num_blocks
-        for group in kv_cache_config.kv_cache_groups
-        if not group.host_resident
-    ]
-    return max([*device, *groups], default=0)
+__all__ = ["blocks_for_bytes", "choose_num_blocks", "gpu_total_bytes", "group_bytes_per_block"]
 
 
 def blocks_for_bytes(capacity_bytes: int, num_gpu_blocks: int, total_gpu_bytes: int) -> int:

@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.lookup import Promises
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
+from vllm.v1.simple_kv_offload.records import LoadLedger
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import Transfer, TransferState
 
@@ -48,7 +49,7 @@ class LoadSide:
         self.loads: dict[str, Load] = {}
         self.abandoned: dict[str, Load] = {}
         self.lost_events: set[int] = set()
-        self.blocks_loaded = 0
+        self.ledger = LoadLedger()
         self.failures = 0
         self._tier = tier
         self._device = device
@@ -92,6 +93,7 @@ class LoadSide:
         target = Lease(self._device, [block for _, block in pairs], owner)
         transfer = Transfer(owner, target, source, request_id=request.request_id)
         self.loads[request.request_id] = Load(request, transfer, deliverable=deliverable)
+        self.ledger.scheduled += len(pairs)
 
     def order(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Put the accepted loads into the step's orders, under one event."""
@@ -134,9 +136,13 @@ class LoadSide:
             return
         if load.event is None:
             del self.loads[request_id]
-            load.transfer.discard()
+            self._discard(load)
         else:
             load.finished = True
+
+    def _discard(self, load: Load) -> None:
+        self.ledger.dropped += len(load.transfer)
+        load.transfer.discard()
 
     def report(self, received: Iterable[str], failed: Iterable[str], bad_slots: Iterable[int]) -> None:
         """All ranks have reported these requests. Unknown ids (other connectors', stale ones) are ignored."""
@@ -151,11 +157,17 @@ class LoadSide:
             ok = request_id not in failures
             if not ok:
                 self._disown(load)
-            wanted = load.transfer.state is TransferState.SUBMITTED
-            size = len(load.transfer)
-            load.transfer.finish(ok=ok)
-            if wanted and ok:
-                self.blocks_loaded += size
+            self._end(load, ok)
+
+    def _end(self, load: Load, ok: bool) -> None:
+        size = len(load.transfer)
+        state = load.transfer.finish(ok=ok)
+        if state is TransferState.DONE:
+            self.ledger.loaded += size
+        elif state is TransferState.FAILED:
+            self.ledger.failed += size
+        else:
+            self.ledger.dropped += size
 
     def _forget_bad_slots(self, bad_slots: set[int]) -> None:
         self._tier.pool.evict_blocks(sorted(bad_slots))
@@ -174,11 +186,16 @@ class LoadSide:
         for request_id, load in list(self.loads.items()):
             del self.loads[request_id]
             if load.event is None:
-                load.transfer.discard()
+                self._discard(load)
             else:
                 load.transfer.abandon()
                 self.abandoned[request_id] = load
         return not self.abandoned
+
+    @property
+    def blocks_loaded(self) -> int:
+        """Blocks that were loaded and wanted."""
+        return self.ledger.loaded
 
     @property
     def has_orphans(self) -> bool:

@@ -51,7 +51,10 @@ class Promises:
     def lookup(self, request: Request, local_tokens: int) -> int:
         """Tokens that can be loaded behind the local prefix; leases them, replacing an earlier promise."""
         self.withdraw(request.request_id)
-        if request.skip_reading_prefix_cache or not self._can_extend(local_tokens):
+        if request.skip_reading_prefix_cache:
+            return 0
+        if not self._can_extend(local_tokens):
+            self._warn_unaligned(local_tokens)
             return 0
         blocks, num_tokens = self._search(request, local_tokens, request.num_tokens - 1 - local_tokens)
         if num_tokens <= 0:
@@ -59,6 +62,12 @@ class Promises:
         lease = Lease(self._tier.pool, _real(blocks), f"promise to {request.request_id}")
         self._by_request[request.request_id] = Promise(local_tokens, num_tokens, blocks, lease)
         return num_tokens
+
+    def peek(self, request: Request, local_tokens: int) -> int:
+        """What `lookup` would return; promises, holds and reports nothing."""
+        if request.skip_reading_prefix_cache or not self._can_extend(local_tokens):
+            return 0
+        return max(0, self._search(request, local_tokens, request.num_tokens - 1 - local_tokens)[1])
 
     def accept(self, request: Request, num_tokens: int) -> tuple[LoadPlan, Lease] | None:
         """Turn the promise, or a shorter prefix of it, into a plan and the lease on its blocks.
@@ -102,6 +111,10 @@ class Promises:
         return len(self._by_request)
 
     def _can_extend(self, local_tokens: int) -> bool:
+        # Positions are counted from the local prefix, so a chunk must not begin before its end.
+        return all(local_tokens % size == 0 for size in (self._scheduler_block_size, *self._chunk_sizes))
+
+    def _warn_unaligned(self, local_tokens: int) -> None:
         if local_tokens % self._scheduler_block_size != 0:
             logger.warning_once(
                 "KV offload: a local prefix of %d tokens is not a multiple of the scheduler block size %d; "
@@ -109,9 +122,6 @@ class Promises:
                 local_tokens,
                 self._scheduler_block_size,
             )
-            return False
-        # Positions are counted from the local prefix, so a chunk must not begin before its end.
-        return all(local_tokens % size == 0 for size in self._chunk_sizes)
 
     def _search(
         self, request: Request, local_tokens: int, max_tokens: int

@@ -16,6 +16,7 @@ from vllm.utils.checks import check
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.core.kv_cache_view import device_block_bytes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
@@ -24,6 +25,8 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
     is_full_attention_spec,
 )
+from vllm.v1.kv_cache_report import TierReport
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.simple_kv_offload.capacity import blocks_for_bytes, choose_num_blocks, gpu_total_bytes
@@ -100,7 +103,13 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             vllm_config.parallel_config.decode_context_parallel_size,
         )
         self.lazy_cursor_id: int | None = None
-        self.reporter = StatsReporter(is_disk, use_page_cache, lazy_offload, num_blocks)
+        self.reporter = StatsReporter(
+            is_disk,
+            use_page_cache,
+            lazy_offload,
+            num_blocks,
+            device_block_bytes(kv_cache_config, self.expected_worker_count),
+        )
         # Both sides need the device's pool, which exists only after the manager: see bind_gpu_block_pool.
         self._store_side: StoreSide | None = None
         self._load_side: LoadSide | None = None
@@ -147,6 +156,10 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         num_tokens = self.promises.lookup(request, num_computed_tokens)
         self.reporter.looked_up(max(0, request.num_tokens - 1 - num_computed_tokens))
         return num_tokens, num_tokens > 0
+
+    def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """What the tier holds behind the local prefix; nothing is promised, held or counted."""
+        return self.promises.peek(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -271,6 +284,10 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         if self._store_side is None:
             return None
         return self.reporter.report(self.tier, self.store_side, self.load_side)
+
+    def describe(self, source: CacheHitSource) -> TierReport:
+        """The tier and its transfers, from counters; ``source`` is the name under which hits are booked."""
+        return self.reporter.describe(self.tier, self.store_side, self.load_side, source)
 
     def get_boundary_store_stats(self) -> BoundaryStoreStats:
         """The tally of the state hand-offs since the start."""

@@ -64,3 +64,23 @@ class StoreLedger:
     stored: int = 0
     failed: int = 0
     dropped: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks whose store is planned or under way, wanted or not."""
+        return self.scheduled - self.stored - self.failed - self.dropped
+
+
+@dataclass(slots=True)
+class LoadLedger:
+    """Blocks since the start: ``scheduled = loaded + failed + dropped`` once nothing is in flight."""
+
+    scheduled: int = 0
+    loaded: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks whose load is accepted or under way, wanted or not."""
+        return self.scheduled - self.loaded - self.failed - self.dropped

@@ -1,9 +1,12 @@
-"""Turns the state of the offload into the statistics of an interval. Layer L4."""
+"""Turns the state of the offload into the statistics of an interval, and into a description. Layer L4."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from vllm.v1.core.kv_cache_view import describe_pool
+from vllm.v1.kv_cache_report import TierReport, TransferReport
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.metrics import OUTCOME_TO_FIELD, MetricName, SimpleCPUOffloadStats
 from vllm.v1.simple_kv_offload.store_side import StoreSide
@@ -11,9 +14,16 @@ from vllm.v1.simple_kv_offload.tier import Tier
 
 
 class StatsReporter:
-    """Counts lookups, and reports running totals of the parts as increases since the last report."""
+    """Counts lookups, and reports running totals of the parts as increases since the last report.
 
-    def __init__(self, is_disk: bool, use_page_cache: bool, lazy_offload: bool, num_blocks: int) -> None:
+    ``block_bytes`` are those of one block on all ranks together.
+    """
+
+    def __init__(
+        self, is_disk: bool, use_page_cache: bool, lazy_offload: bool, num_blocks: int, block_bytes: int = 0
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._mode = "lazy" if lazy_offload else "eager"
         self.info_labelvalues = (
             "disk" if is_disk else "cpu",
             str(use_page_cache).lower(),
@@ -55,6 +65,37 @@ class StatsReporter:
         stats.set_gauge(MetricName.CACHED_ENTRIES, len(tier.pool.cached_block_hash_to_block))
         stats.set_gauge(MetricName.INFO, 1, self.info_labelvalues)
         return stats
+
+    def describe(self, tier: Tier, stores: StoreSide, loads: LoadSide, source: CacheHitSource) -> TierReport:
+        """The tier and its transfers since the start; changes nothing. O(1)."""
+        stored, loaded = stores.ledger, loads.ledger
+        return TierReport(
+            pool=describe_pool(tier.pool, source, self._block_bytes),
+            mode=self._mode,
+            pending_store_blocks=stored.in_flight,
+            transfers=(
+                TransferReport(
+                    tier=source,
+                    direction="store",
+                    blocks_scheduled=stored.scheduled,
+                    blocks_in_flight=stored.in_flight,
+                    blocks_done=stored.stored,
+                    blocks_failed=stored.failed,
+                    blocks_dropped=stored.dropped,
+                    bytes_done=stored.stored * self._block_bytes,
+                ),
+                TransferReport(
+                    tier=source,
+                    direction="load",
+                    blocks_scheduled=loaded.scheduled,
+                    blocks_in_flight=loaded.in_flight,
+                    blocks_done=loaded.loaded,
+                    blocks_failed=loaded.failed,
+                    blocks_dropped=loaded.dropped,
+                    bytes_done=loaded.loaded * self._block_bytes,
+                ),
+            ),
+        )
 
     def _add(self, stats: SimpleCPUOffloadStats, name: str, total: int, labels: tuple[str, ...] = ()) -> None:
         key = (name, labels)

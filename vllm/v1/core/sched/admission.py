@@ -6,6 +6,7 @@ decided here.  Layer: L5 (scheduler).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -13,7 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.params import LOAD_ATTEMPTS_MAX, CacheShape
+from vllm.v1.kv_cache_report import CacheLookup, ExternalHit
+from vllm.v1.metrics.cache_hit_source import CacheHitSource, limit_by_source
 from vllm.v1.request import Request, RequestStatus
+
+AskConnector = Callable[[Request, int], tuple[int | None, bool]]
+"""(request, local tokens) → (external tokens behind them, whether they load asynchronously)."""
 
 
 class Verdict(Enum):
@@ -88,25 +94,54 @@ def look_up(request: Request, context: LookupContext) -> Hit | None:
 
     At least one token is left to compute, and computing starts where every group can start.
     """
+    connector = context.connector
+    return _look_up(request, context, None if connector is None else connector.get_num_new_matched_tokens)
+
+
+def _look_up(request: Request, context: LookupContext, ask: AskConnector | None) -> Hit | None:
     blocks, num_local, boundary = context.manager.get_computed_blocks(request)
     hit = Hit(blocks, num_local=num_local, shared_prefix_boundary=boundary)
-    if context.connector is not None and _may_ask(request):
-        answer = _ask_connector(request, hit, context, context.connector)
+    if ask is not None and _may_ask(request):
+        answer = _ask_connector(request, hit, context, ask)
         if answer is None:
             return None
         hit = answer
     return _after_replay(hit, context)
 
 
+def peek(request: Request, context: LookupContext) -> CacheLookup:
+    """What `look_up` would find now for this request, which nobody else knows. Holds, counts and promises nothing."""
+    connector = context.connector
+    found = ExternalHit({}, {}, False)
+
+    def ask(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        nonlocal found
+        assert connector is not None
+        found = connector.peek_matched_tokens(request, num_computed_tokens) or found
+        return found.num_tokens, found.loads_async
+
+    hit = _look_up(request, context, None if connector is None else ask) or no_hit(context)
+    on_device = context.manager.get_computed_blocks(request)[1]
+    below = None if connector is None else connector.peek_matched_tokens(request, 0)
+    return CacheLookup(
+        prompt_tokens=request.num_tokens,
+        cached_tokens=hit.num_cached,
+        cached_tokens_by_source={
+            CacheHitSource.DEVICE: hit.num_local,
+            **limit_by_source(found.offered, hit.num_external),
+        },
+        tokens_by_tier={CacheHitSource.DEVICE: on_device, **({} if below is None else below.held)},
+        complete=connector is None or below is not None,
+    )
+
+
 def _may_ask(request: Request) -> bool:
     return not request.skip_reading_prefix_cache and request.num_load_failures < LOAD_ATTEMPTS_MAX
 
 
-def _ask_connector(
-    request: Request, hit: Hit, context: LookupContext, connector: KVConnectorBase_V1
-) -> Hit | None:
+def _ask_connector(request: Request, hit: Hit, context: LookupContext, ask: AskConnector) -> Hit | None:
     aligned = hit.num_local // context.block_size * context.block_size
-    num_external, load_async = connector.get_num_new_matched_tokens(request, aligned)
+    num_external, load_async = ask(request, aligned)
     if num_external is None:
         return None
     num_external = _limit_external(request, aligned, num_external, load_async, context)

@@ -5,11 +5,13 @@ Owns their order.  Must not know queues.  Layer: L5 (scheduler).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 REMOTE_PREFILL_CACHED_TOKENS = "remote_prefill_cached_tokens"
@@ -38,15 +40,30 @@ def request_finished(
     return delay, params
 
 
-def reported_cached_tokens(request: Request, num_local: int, num_external: int) -> tuple[int, int]:
-    """Cached tokens as the client sees them: ``(local, external)``.
+def external_hit_sources(
+    connector: KVConnectorBase_V1 | None, request: Request, num_external: int
+) -> dict[CacheHitSource, int]:
+    """The accepted external tokens by tier; every tier of the connector is named."""
+    if connector is None:
+        return {}
+    sources = dict.fromkeys(connector.get_cache_hit_sources(), 0)
+    if num_external:
+        sources.update(connector.get_external_cache_hit_sources(request, num_external))
+    return sources
+
+
+def reported_cached_tokens(
+    request: Request, num_local: int, external: Mapping[CacheHitSource, int]
+) -> tuple[int, Mapping[CacheHitSource, int]]:
+    """Cached tokens as the client sees them: ``(local, external by tier)``.
 
     Where another engine computed the prompt, its hits count and not the transfer.
     """
     params = request.kv_transfer_params
     if params is not None and params.get("do_remote_prefill"):
-        return 0, int(params.get(REMOTE_PREFILL_CACHED_TOKENS) or 0)
-    return num_local, num_external
+        remote = int(params.get(REMOTE_PREFILL_CACHED_TOKENS) or 0)
+        return 0, {CacheHitSource.EXTERNAL_UNSPECIFIED: remote}
+    return num_local, external
 
 
 def build_metadata(connector: KVConnectorBase_V1, manager: KVCacheManager, output: SchedulerOutput) -> None:

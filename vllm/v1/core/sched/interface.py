@@ -13,6 +13,7 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_report import CacheLookup, KVCacheReport
 from vllm.v1.message_types import FinishReason, PauseState
 from vllm.v1.messages import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
@@ -60,6 +61,14 @@ class SchedulerInterface(ABC):
     @property
     def reset_prefix_cache_report(self) -> dict[str, Any] | None:  # plain values, merged into a reply
         """What the last :meth:`reset_prefix_cache` did; None before the first."""
+        return None
+
+    def peek_kv_cache(self, request: Request) -> CacheLookup | None:
+        """What a request that is not queued would find in the caches now; nothing is changed.  None: cannot tell."""
+        return None
+
+    def get_kv_cache_report(self) -> KVCacheReport | None:
+        """Pools, groups, hits and transfers, from counters.  None: cannot tell."""
         return None
 
     @abstractmethod

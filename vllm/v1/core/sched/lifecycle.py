@@ -32,7 +32,7 @@ from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.message_types import EngineCoreEventType, PauseState
 from vllm.v1.messages import EngineCoreOutput
-from vllm.v1.metrics.stats import PrefixCacheStats, RequestSpecDecodeMetrics
+from vllm.v1.metrics.stats import CacheUse, PrefixCacheStats, RequestSpecDecodeMetrics
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -122,6 +122,7 @@ class RequestLifecycle(SchedulerInterface):
         self._ended_outputs: list[tuple[int, EngineCoreOutput]] = []
         self._pause_state = PauseState.UNPAUSED
         self._num_preempted = self._num_corrupted = self._num_stalled = 0
+        self.cache_use = CacheUse()
 
     def _init_collaborators(
         self,

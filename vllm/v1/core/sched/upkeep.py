@@ -1,17 +1,21 @@
-"""What keeps the scheduler clean between passes: resets, events, statistics, drafts and token masks.
+"""What keeps the scheduler clean between passes: resets, events, statistics, views, drafts and token masks.
 
 Owns the result of the last reset.  Must not decide who is scheduled.  Layer: L5 (scheduler).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from vllm.distributed.kv_event_types import AnyKVCacheEvent, KVCacheEvent, KVEventBatch
 from vllm.logger import init_logger
+from vllm.v1.core.sched.admission import LookupContext, peek
+from vllm.v1.core.sched.cache_report import build_report, resets_by_tier, tier_pools
 from vllm.v1.core.sched.lifecycle import RequestLifecycle
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_report import CacheLookup, KVCacheReport, RequestsReport, TierReset
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
@@ -35,6 +39,8 @@ class ResetReport:
     requests_waiting_with_blocks: int
     reason: str
     """Empty on success, else what kept the reset from being complete."""
+    tiers: tuple[TierReset, ...] = ()
+    """What became of each tier, from the device outwards."""
 
 
 class Upkeep(RequestLifecycle):
@@ -54,6 +60,7 @@ class Upkeep(RequestLifecycle):
         Loads under way bring old entries, so where either is asked for their requests start again when they end.  True if afterwards also
         all memory is free; :attr:`last_reset` tells the rest.
         """
+        before = tier_pools(self.kv_cache_manager, self.connector)
         connector_reset = self.reset_connector_cache() if reset_connector else None
         if reset_running_requests:
             self._preempt_everything()
@@ -69,7 +76,10 @@ class Upkeep(RequestLifecycle):
             device_reset = False
             pool.invalidate_prefix_cache()
             logger.warning("Prefix cache entries dropped, but %d blocks are still held", blocks_held)
-        self.last_reset = self._report_reset(device_reset, connector_reset, blocks_held)
+        after = tier_pools(self.kv_cache_manager, self.connector)
+        asked = [pool.tier for pool in after if reset_connector or pool.tier is CacheHitSource.DEVICE]
+        report = self._report_reset(device_reset, connector_reset, blocks_held)
+        self.last_reset = replace(report, tiers=resets_by_tier(before, after, asked))
         self.flush_events()
         return self.last_reset.success
 
@@ -120,6 +130,7 @@ class Upkeep(RequestLifecycle):
             "connector_reset": report.connector_reset,
             "requests_running": report.requests_running,
             "requests_waiting_with_blocks": report.requests_waiting_with_blocks,
+            "tiers": [asdict(tier) for tier in report.tiers],
         }
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -172,6 +183,23 @@ class Upkeep(RequestLifecycle):
         )
         self._num_corrupted = self._num_preempted = self._num_stalled = 0
         return stats
+
+    # --- views ------------------------------------------------------------------------------------------------------
+
+    def peek_kv_cache(self, request: Request) -> CacheLookup:
+        manager, cache = self.kv_cache_manager, self.params.cache
+        return peek(request, LookupContext(manager, self.connector, self.block_size, cache))
+
+    def get_kv_cache_report(self) -> KVCacheReport:
+        running, waiting = self.get_request_counts()
+        return build_report(
+            self.kv_cache_manager,
+            self.connector,
+            self.cache_use,
+            RequestsReport(running, waiting, len(self._remote.loading), self.cache_use.requests),
+            self.block_size,
+            self.vllm_config.parallel_config.world_size,
+        )
 
     def _count_adapters(self, requests: list[Request]) -> dict[str, int]:
         counts: dict[str, int] = {}

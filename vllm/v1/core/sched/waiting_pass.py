@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.admission import Hit, LookupContext, Verdict, is_blocked, look_up, no_hit
 from vllm.v1.core.sched.chunking import ChunkLimits, fit_chunk
-from vllm.v1.core.sched.connector_calls import reported_cached_tokens
+from vllm.v1.core.sched.connector_calls import external_hit_sources, reported_cached_tokens
 from vllm.v1.core.sched.load_failures import block_use
 from vllm.v1.core.sched.params import OVERTAKE_CANDIDATES_MAX, OVERTAKES_PER_REQUEST_MAX
 from vllm.v1.core.sched.remote_wait import WAITING_TO_START
@@ -19,6 +19,7 @@ from vllm.v1.core.sched.results import Results
 from vllm.v1.core.sched.running import blocks_between, blocks_missing
 from vllm.v1.core.sched.step_output import StepPlan
 from vllm.v1.message_types import EngineCoreEventType, PauseState
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request, RequestStatus
 
 
@@ -253,14 +254,14 @@ class WaitingPass(Results):
         if self.connector is not None:
             blocks = self.kv_cache_manager.get_blocks(request.request_id)
             self.connector.update_state_after_alloc(request, blocks, hit.num_external)
+        sources = external_hit_sources(self.connector, request, hit.num_external)
         if not preempted:
             request.num_cached_tokens = hit.num_cached
             if request.prefill_stats is not None:
-                local, external = reported_cached_tokens(request, hit.num_local, hit.num_external)
-                request.prefill_stats.set(request.num_prompt_tokens, local, external)
+                local, external = reported_cached_tokens(request, hit.num_local, sources)
+                request.prefill_stats.set(request.num_prompt_tokens, local, sum(external.values()), external)
                 request.prefill_stats.num_cache_creation_tokens = self._newly_cached_tokens(request, hit)
-        if self.log_stats:
-            self._count_hit(request, hit, preempted)
+        self._count_hit(request, hit, sources)
 
     def _newly_cached_tokens(self, request: Request, hit: Hit) -> int:
         if not self.params.prefix_caching:
@@ -268,15 +269,22 @@ class WaitingPass(Results):
         cacheable = request.num_prompt_tokens // self.hash_block_size * self.hash_block_size
         return max(0, cacheable - hit.num_cached)
 
-    def _count_hit(self, request: Request, hit: Hit, preempted: bool) -> None:
-        self.kv_cache_manager.record_prefix_cache_stats(request, hit.num_local)
-        if self.connector is None or self.connector_prefix_cache_stats is None:
+    def _count_hit(self, request: Request, hit: Hit, sources: dict[CacheHitSource, int]) -> None:
+        """Count the look-up, for the intervals and since the start; ``sources`` split the external hit."""
+        preempted = request.num_preemptions > 0
+        looked_up = request.num_tokens - hit.num_local if self.connector is not None else 0
+        if not preempted:
+            skips = request.skip_reading_prefix_cache
+            self.cache_use.record(
+                0 if skips else request.num_tokens,
+                looked_up,
+                {CacheHitSource.DEVICE: hit.num_local, **sources},
+            )
+        if not self.log_stats:
             return
-        sources = None
-        if hit.num_external:
-            sources = self.connector.get_external_cache_hit_sources(request, hit.num_external)
-        looked_up = request.num_tokens - hit.num_local
-        self.connector_prefix_cache_stats.record(looked_up, hit.num_external, preempted, sources)
+        self.kv_cache_manager.record_prefix_cache_stats(request, hit.num_local)
+        if self.connector_prefix_cache_stats is not None:
+            self.connector_prefix_cache_stats.record(looked_up, hit.num_external, preempted, sources)
 
     def _start(self, request: Request, num_new: int, plan: StepPlan) -> None:
         """The request runs from this step on."""

@@ -21,6 +21,7 @@ from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_report import ExternalHit, TierReport
 from vllm.v1.kv_connector_types import (
     CopyBlocksOp,
     KVConnectorHandshakeMetadata,
@@ -196,6 +197,21 @@ class SchedulerHalf(ABC):
     ) -> dict[CacheHitSource, int]:
         """Splits accepted tokens by where they come from; the values sum up to the argument."""
         return {self._cache_hit_source: num_external_tokens} if num_external_tokens else {}
+
+    def get_cache_hit_sources(self) -> tuple[CacheHitSource, ...]:
+        """The tiers that this connector looks in, from the inner one outwards."""
+        return (self._cache_hit_source,)
+
+    def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalHit | None:
+        """What ``get_num_new_matched_tokens`` would offer now, without promising, holding or counting anything.
+
+        The request is not part of the scheduler. None: this connector cannot tell without doing so.
+        """
+        return None
+
+    def get_tier_reports(self) -> Sequence[TierReport]:
+        """The tiers that this connector keeps, from the inner one outwards; from counters, without scans."""
+        return ()
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

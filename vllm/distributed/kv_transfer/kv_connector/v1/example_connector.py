@@ -30,6 +30,7 @@ from vllm.utils.math_utils import round_down
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_report import ExternalHit
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -176,6 +177,12 @@ class ExampleConnector(KVConnectorBase_V1):
         if num_tokens <= num_computed_tokens or not self._is_stored(token_ids, mm_hashes):
             return 0, False
         return num_tokens - num_computed_tokens, False
+
+    def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalHit | None:
+        # The look-up itself only looks whether a file is there.
+        num_tokens, is_async = self.get_num_new_matched_tokens(request, num_computed_tokens)
+        tokens = {self._cache_hit_source: num_tokens or 0}
+        return ExternalHit(tokens, tokens, is_async)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

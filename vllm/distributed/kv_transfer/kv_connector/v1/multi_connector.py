@@ -38,6 +38,7 @@ from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_report import ExternalHit, TierReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -248,6 +249,26 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         if child is None:
             return super().get_external_cache_hit_sources(request, num_external_tokens)
         return child.get_external_cache_hit_sources(request, num_external_tokens)
+
+    def get_cache_hit_sources(self) -> tuple[CacheHitSource, ...]:
+        found = {source for child in self._connectors for source in child.get_cache_hit_sources()}
+        return tuple(source for source in CacheHitSource if source in found)
+
+    def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalHit | None:
+        offered = dict.fromkeys(self.get_cache_hit_sources(), 0)
+        held, loads_async = dict(offered), False
+        for child in self._connectors:
+            hit = child.peek_matched_tokens(request, num_computed_tokens)
+            if hit is None:
+                return None
+            held.update({source: max(held[source], tokens) for source, tokens in hit.held.items()})
+            if hit.num_tokens and not any(offered.values()):
+                offered.update(hit.offered)
+                loads_async = hit.loads_async
+        return ExternalHit(offered, held, loads_async)
+
+    def get_tier_reports(self) -> Sequence[TierReport]:
+        return [report for child in self._connectors for report in child.get_tier_reports()]
 
     def _chosen(self, request: Request) -> KVConnectorBase_V1 | None:
         index = self._requests_to_connector.get(request.request_id)

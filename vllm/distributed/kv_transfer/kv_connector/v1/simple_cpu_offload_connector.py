@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_report import ExternalHit, TierReport
 from vllm.v1.kv_connector_types import KVConnectorStats, KVConnectorWorkerMetadata
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
@@ -147,6 +148,18 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler_manager is None:
             return 0, False
         return self.scheduler_manager.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalHit | None:
+        found = 0
+        if self.scheduler_manager is not None:
+            found = self.scheduler_manager.peek_matched_tokens(request, num_computed_tokens)
+        tokens = {self._cache_hit_source: found}
+        return ExternalHit(tokens, tokens, found > 0)
+
+    def get_tier_reports(self) -> Sequence[TierReport]:
+        if self.scheduler_manager is None:
+            return ()
+        return (self.scheduler_manager.describe(self._cache_hit_source),)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
