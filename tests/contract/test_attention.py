@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.mla.indexer import KpoolTailBackend
 from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
     get_attention_backend,
+    get_compute_backend,
     register_backend,
 )
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -114,6 +115,14 @@ def test_unknown_and_malformed_backends_are_refused() -> None:
         get_attention_backend("nope")
     with pytest.raises(ValueError, match="target must be 'module:Class'"):
         register_backend("mine", "module.Class")
+
+
+def test_models_may_choose_a_computing_backend() -> None:
+    assert get_compute_backend(None) is cpu_attn.CpuAttentionBackend
+    assert get_compute_backend("torch_ref") is torch_ref.TorchRefBackend
+    assert get_compute_backend(AttentionBackendEnum.CPU_ATTN) is cpu_attn.CpuAttentionBackend
+    with pytest.raises(ValueError, match="attention_backend 'KPOOL_TAIL' only stores rows"):
+        get_compute_backend("KPOOL_TAIL")
 
 
 class OnlyLayerMajor(AttentionBackend):

@@ -33,8 +33,8 @@ def pick_batch(rng: random.Random, running: list[Running], align: int) -> list[t
     batch = []
     for request in rng.sample(running, rng.randrange(1, len(running) + 1)):
         left = len(request.tokens) - request.computed
-        count = 1 if rng.random() < 0.4 else rng.randrange(1, min(left, 40) + 1)
-        if rng.random() < 0.4:
+        count = 1 if rng.random() < 0.3 else rng.randrange(1, min(left, align + 24) + 1)
+        if rng.random() < 0.3:
             count = max(1, min(left, align - request.computed % align))
         batch.append((request, count))
     return batch
@@ -46,12 +46,12 @@ def run_random_schedule(
     """Chunks of random length, mixed batches, preemption, shared prefixes; every logit row is compared."""
     rng = random.Random(seed)
     marks = Marks()
-    stem = random_tokens(rng, 4 * align + 6)
+    stem = random_tokens(rng, min(4, 2 + 64 // align) * align + 6)
     prompts = [
-        stem[: rng.randrange(0, len(stem))] + random_tokens(rng, rng.randrange(2, 25)) for _ in range(7)
+        stem[: rng.randrange(0, len(stem))] + random_tokens(rng, rng.randrange(2, 25)) for _ in range(6)
     ]
     expected = {tuple(p): oracle_logits(oracle, p) for p in prompts}
-    waiting = [*prompts, *prompts[:3]]
+    waiting = [*prompts, *prompts[:2]]
     running: list[Running] = []
     for _ in range(600):
         if waiting and len(running) < 4:

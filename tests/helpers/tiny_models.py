@@ -158,4 +158,5 @@ def engine_config(
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         load_config=SimpleNamespace(load_format=load_format, use_tqdm_on_load=False, download_dir=None),
         speculative_config=None,
+        attention_config=SimpleNamespace(backend=None),
     )

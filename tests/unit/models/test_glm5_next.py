@@ -56,3 +56,15 @@ def test_random_schedule_gives_the_one_shot_logits(variant: str, seed: int, tmp_
     assert marks.mixed_steps > 0
     assert marks.unaligned_chunks > 0
     assert marks.prefix_hits > 0
+
+
+def test_the_reference_attention_backend_gives_the_same_logits(tmp_path: Path) -> None:
+    oracle = make_oracle("glm5_next")
+    folder = save_oracle(oracle, tmp_path)
+    config = engine_config(folder, json.loads((folder / "config.json").read_text()))
+    config.attention_config.backend = "TORCH_REF"
+    harness = PagedHarness(get_model(config))
+    tokens = random_tokens(random.Random(1), 30)
+    request = harness.start(tokens)
+    rows = [harness.step([(request, n)])[0] for n in (17, 1, 12)]
+    torch.testing.assert_close(torch.cat(rows), oracle_logits(oracle, tokens), atol=TOLERANCE, rtol=0)

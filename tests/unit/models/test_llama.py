@@ -80,3 +80,30 @@ def test_random_schedule_gives_the_one_shot_logits(variant: str, block_size: int
     harness = PagedHarness(load(tmp_path, oracle, block_size=block_size), num_blocks=200)
     run_random_schedule(harness, oracle, seed=block_size, share=variant != "mistral_window")
     assert harness.null_is_clean()
+
+
+def test_a_narrower_kv_cache_costs_only_precision(tmp_path: Path) -> None:
+    oracle = make_oracle("llama")
+    folder = save_oracle(oracle, tmp_path)
+    config = engine_config(folder, json.loads((folder / "config.json").read_text()))
+    config.cache_config.cache_dtype = "bfloat16"
+    model = get_model(config)
+    assert {spec.dtype for spec in model.kv_specs().values()} == {torch.bfloat16}
+    harness = PagedHarness(model)
+    tokens = random_tokens(random.Random(1), 20)
+    request = harness.start(tokens)
+    rows = [harness.step([(request, n)])[0] for n in (12, 1, 7)]
+    error = (torch.cat(rows) - oracle_logits(oracle, tokens)).abs()
+    assert TOLERANCE < error.max() < 0.3
+
+
+def test_the_reference_attention_backend_gives_the_same_logits(tmp_path: Path) -> None:
+    oracle = make_oracle("llama")
+    folder = save_oracle(oracle, tmp_path)
+    config = engine_config(folder, json.loads((folder / "config.json").read_text()))
+    config.attention_config.backend = "TORCH_REF"
+    harness = PagedHarness(get_model(config))
+    tokens = random_tokens(random.Random(1), 30)
+    request = harness.start(tokens)
+    rows = [harness.step([(request, n)])[0] for n in (17, 1, 12)]
+    torch.testing.assert_close(torch.cat(rows), oracle_logits(oracle, tokens), atol=TOLERANCE, rtol=0)

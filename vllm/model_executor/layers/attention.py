@@ -15,7 +15,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import Linear, StackedLinear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.attention.backend import StepMeta
-from vllm.v1.attention.backends.cpu_attn import paged_attention
+from vllm.v1.attention.compute import ComputeBackend
 from vllm.v1.attention.pages import KVHeadPages, slots_of
 
 __all__ = ["AttentionShape", "GroupedQueryAttention"]
@@ -40,8 +40,15 @@ class AttentionShape:
 class GroupedQueryAttention(nn.Module):
     """`x [T, D] → [T, D]`; writes this step's keys and values to its pages first, then attends over them."""
 
-    def __init__(self, shape: AttentionShape, pages: KVHeadPages, rope: RotaryEmbedding | None) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        pages: KVHeadPages,
+        rope: RotaryEmbedding | None,
+        backend: type[ComputeBackend],
+    ) -> None:
         super().__init__()
+        self.attend = backend.paged_attention
         self.shape = shape
         self.pages = pages
         self.rope = rope
@@ -68,7 +75,7 @@ class GroupedQueryAttention(nn.Module):
             self.rope.apply(heads[:, :num_rotated], self.rope.of_step(meta))
         group = meta.groups[self.pages.cache_name]
         self.pages.write(k, v, slots_of(group))
-        attended = paged_attention(q, self.pages, meta, group, self.scale, shape.window)
+        attended = self.attend(q, self.pages, meta, group, self.scale, shape.window)
         return self.out.forward(attended.view(tokens, -1))
 
     def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:

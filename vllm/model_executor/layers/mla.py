@@ -18,7 +18,7 @@ from vllm.model_executor.layers.kpool import KpoolIndexer, Selection
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import Linear, StackedLinear, frozen
 from vllm.v1.attention.backend import StepMeta
-from vllm.v1.attention.backends.cpu_attn import latent_attention
+from vllm.v1.attention.compute import ComputeBackend
 from vllm.v1.attention.pages import RowPages, slots_of
 
 __all__ = ["LatentShape", "SparseLatentAttention"]
@@ -42,8 +42,11 @@ class LatentShape:
 class SparseLatentAttention(nn.Module):
     """`x [T, D] → [T, D]`; with its own indexer, or using the selection of an earlier layer."""
 
-    def __init__(self, shape: LatentShape, pages: RowPages, indexer: KpoolIndexer | None) -> None:
+    def __init__(
+        self, shape: LatentShape, pages: RowPages, indexer: KpoolIndexer | None, backend: type[ComputeBackend]
+    ) -> None:
         super().__init__()
+        self.attend = backend.latent_attention
         self.shape = shape
         self.pages = pages
         self.indexer = indexer
@@ -72,7 +75,7 @@ class SparseLatentAttention(nn.Module):
         to_latent, to_value = expand.split([shape.key_dim, shape.value_dim], dim=1)
         q = self.query.forward(q_low).view(-1, shape.num_heads, shape.key_dim)
         absorbed = torch.matmul(q.transpose(0, 1), to_latent).transpose(0, 1)
-        mixed = latent_attention(absorbed, self.pages, meta, group, shape.key_dim**-0.5, selection)
+        mixed = self.attend(absorbed, self.pages, meta, group, shape.key_dim**-0.5, selection)
         values = torch.matmul(mixed.to(x.dtype).transpose(0, 1), to_value.transpose(1, 2))
         return self.out.forward(values.transpose(0, 1).flatten(1)), selection
 

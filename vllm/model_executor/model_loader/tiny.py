@@ -130,6 +130,7 @@ def _build(config: dict[str, Any], seed: int) -> NativeModel:
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=None, enable_prefix_caching=True),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         speculative_config=None,
+        attention_config=SimpleNamespace(backend=None),
     )
     model: NativeModel = ModelRegistry.resolve_model_cls(config["architectures"])(settings)
     fill_random(model, seed)

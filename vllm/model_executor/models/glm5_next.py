@@ -83,7 +83,7 @@ class LayerBuilder:
             dtype=dtype,
             has_bias=p.has_bias,
         )
-        return SparseLatentAttention(shape, pages, indexer)
+        return SparseLatentAttention(shape, pages, indexer, self.settings.attention)
 
     def feed_forward(self, index: int) -> SharedExpertMoE | GatedMLP:
         p, dtype = self.params, self.settings.dtype

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm.v1.attention.backend import CacheLayer, StepMeta
+from vllm.v1.attention.backends.cpu_attn import CpuAttentionBackend
+from vllm.v1.attention.backends.registry import get_compute_backend
+from vllm.v1.attention.compute import ComputeBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 __all__ = ["ModelSettings", "NativeModel", "config_dict"]
@@ -51,10 +54,11 @@ class ModelSettings:
     tp_size: int = 1
     num_speculative_tokens: int = 0
     gpu_storage: bool = False
+    attention: type[ComputeBackend] = CpuAttentionBackend
 
     @staticmethod
     def from_vllm_config(vllm_config: Any) -> ModelSettings:
-        """Reads the configuration once; `ValueError` for a cache dtype the CPU pages cannot hold."""
+        """Reads the configuration once; `ValueError` for a cache dtype or an attention backend that cannot serve."""
         model, cache = vllm_config.model_config, vllm_config.cache_config
         name = str(cache.cache_dtype or "auto")
         cache_dtype = model.dtype if name == "auto" else _CACHE_DTYPES.get(name)
@@ -63,6 +67,7 @@ class ModelSettings:
                 f"kv_cache_dtype {name!r} is not supported on CPU; supported: auto, {', '.join(_CACHE_DTYPES)}"
             )
         speculative = vllm_config.speculative_config
+        attention = get_compute_backend(vllm_config.attention_config.backend)
         return ModelSettings(
             dtype=model.dtype,
             cache_dtype=cache_dtype,
@@ -71,6 +76,7 @@ class ModelSettings:
             enable_prefix_caching=bool(cache.enable_prefix_caching),
             tp_size=vllm_config.parallel_config.tensor_parallel_size,
             num_speculative_tokens=speculative.num_speculative_tokens if speculative is not None else 0,
+            attention=attention,
         )
 
 

@@ -147,10 +147,11 @@ class LlamaLayer(nn.Module):
         super().__init__()
         dtype = settings.dtype
         self.input_norm = RMSNorm(params.hidden_size, params.eps, dtype)
-        self.attention = GroupedQueryAttention(params.attention_shape(index, settings), pages, rope)
+        shape = params.attention_shape(index, settings)
+        self.attention = GroupedQueryAttention(shape, pages, rope, settings.attention)
         self.post_norm = RMSNorm(params.hidden_size, params.eps, dtype)
-        shape = (params.hidden_size, params.intermediate_size)
-        self.mlp = GatedMLP(shape, dtype, params.activation, params.mlp_bias)
+        sizes = (params.hidden_size, params.intermediate_size)
+        self.mlp = GatedMLP(sizes, dtype, params.activation, params.mlp_bias)
 
     def forward(self, x: Tensor | None, residual: Tensor, meta: StepMeta) -> Tensor:
         """`x` is the previous layer's output, not yet added to `residual` (None before the first layer)."""

@@ -10,26 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vllm import _custom_ops as ops
-from vllm.v1.attention.backend import AttentionBackend, GroupMeta, StepMeta
+from vllm.v1.attention.backend import GroupMeta, StepMeta
 from vllm.v1.attention.backends.torch_ref import visible_mask
+from vllm.v1.attention.compute import ComputeBackend
 from vllm.v1.attention.pages import KVHeadPages, RowPages
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 __all__ = ["CpuAttentionBackend", "latent_attention", "paged_attention"]
 
 # Latent attention works through long prefills in slices of this many scores, to bound its scratch memory.
 _SCORES_MAX = 1 << 25
-
-
-class CpuAttentionBackend(AttentionBackend):
-    """The default on CPU; any head size, any block size."""
-
-    # Pages are read block by block: where blocks lie, one layer after another or side by side, does not matter.
-    supported_kv_cache_layouts = (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
-
-    @staticmethod
-    def get_name() -> str:
-        return "CPU_ATTN"
 
 
 def paged_attention(
@@ -141,3 +130,14 @@ def _attend(q: Tensor, rows: Tensor, scale: float, mask: Tensor | None) -> Tenso
     if mask is not None:
         scores.masked_fill_(~mask, float("-inf"))
     return torch.matmul(scores.softmax(-1), rows)
+
+
+class CpuAttentionBackend(ComputeBackend):
+    """The default on CPU; any head size, any block size."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    paged_attention = staticmethod(paged_attention)
+    latent_attention = staticmethod(latent_attention)

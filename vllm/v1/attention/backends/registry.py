@@ -10,8 +10,9 @@ from typing import cast
 
 from vllm.utils.registry import resolve_object
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.compute import ComputeBackend
 
-__all__ = ["AttentionBackendEnum", "get_attention_backend", "register_backend"]
+__all__ = ["AttentionBackendEnum", "get_attention_backend", "get_compute_backend", "register_backend"]
 
 _BACKENDS = "vllm.v1.attention.backends"
 
@@ -40,3 +41,19 @@ def get_attention_backend(name: str) -> type[AttentionBackend]:
     if target is None:
         raise ValueError(f"attention backend {name!r} is unknown; known: {', '.join(sorted(_TABLE))}")
     return cast("type[AttentionBackend]", resolve_object(target))
+
+
+def get_compute_backend(choice: str | AttentionBackendEnum | None) -> type[ComputeBackend]:
+    """The backend that the models' attention layers call; None means the platform's own (CPU_ATTN).
+
+    `ValueError` for an unknown name and for a backend that only stores.
+    """
+    if choice is None:
+        choice = AttentionBackendEnum.CPU_ATTN
+    name = choice.name if isinstance(choice, AttentionBackendEnum) else str(choice)
+    backend = get_attention_backend(name)
+    if not issubclass(backend, ComputeBackend):
+        raise ValueError(
+            f"attention_backend {name!r} only stores rows; models need one that computes attention"
+        )
+    return backend

@@ -9,22 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm.v1.attention.backend import AttentionBackend, GroupMeta, StepMeta
+from vllm.v1.attention.backend import GroupMeta, StepMeta
+from vllm.v1.attention.compute import ComputeBackend
 from vllm.v1.attention.pages import KVHeadPages, RowPages
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 __all__ = ["TorchRefBackend", "latent_attention_ref", "paged_attention_ref", "visible_mask"]
-
-
-class TorchRefBackend(AttentionBackend):
-    """The reference; any head size, any block size."""
-
-    # Pages are read block by block: where blocks lie, one layer after another or side by side, does not matter.
-    supported_kv_cache_layouts = (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
-
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH_REF"
 
 
 def visible_mask(
@@ -88,3 +77,14 @@ def latent_attention_ref(
         out[start : start + query] = torch.einsum("qhk,kc->qhc", weights, rows)
         start += query
     return out
+
+
+class TorchRefBackend(ComputeBackend):
+    """The reference; any head size, any block size."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH_REF"
+
+    paged_attention = staticmethod(paged_attention_ref)
+    latent_attention = staticmethod(latent_attention_ref)
