@@ -221,3 +221,17 @@ def test_pages_that_do_not_fit_are_named(tmp_path: Path) -> None:
         model.bind_kv_caches({n: torch.zeros(2, 8, dtype=torch.int8) for n in names})
     with pytest.raises(ValueError, match="raw pages must be int8"):
         model.bind_kv_caches({n: torch.zeros(2, 8192) for n in names})
+
+
+@pytest.mark.parametrize("name", ["glm5_next", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near_fp32(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = make_tiny(name, tmp_path)
+    tokens = random_tokens(random.Random(0), 40)
+    wide = logits_of(get_model(engine_config(folder, config_of(folder))), tokens)
+    model = get_model(engine_config(folder, config_of(folder), dtype=dtype))
+    harness = PagedHarness(model)
+    request = harness.start(tokens)
+    half = torch.cat([harness.step([(request, n)])[0] for n in (25, 1, 1, 13)])
+    assert half.dtype == torch.float32
+    assert torch.corrcoef(torch.stack([half.flatten(), wide.flatten()]))[0, 1] > 0.98
