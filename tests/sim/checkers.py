@@ -25,6 +25,7 @@ def check_all(run: Run) -> None:
         check_references("host", run.host_pool, leased(run.host_pool))
     check_writers(run)
     check_staged(run)
+    check_promises(run)
     check_events(run)
     check_tier_contents(run)
     check_bounds(run)
@@ -116,6 +117,21 @@ def check_staged(run: Run) -> None:
             require(block.ref_cnt > 0, "I3", f"host block {block.block_id} is stored into but not held")
         for block in transfer.device_blocks:
             require(block.ref_cnt > 0, "I3", f"device block {block.block_id} is stored from but not held")
+
+
+def check_promises(run: Run) -> None:
+    """R5: what a lookup promised is held until it is taken or withdrawn."""
+    if run.offload is None:
+        return
+    for request_id, promise in run.offload.promises:
+        held = {id(block) for block in promise.lease.blocks}
+        for blocks in promise.blocks:
+            for block in blocks:
+                require(
+                    block.is_null or id(block) in held,
+                    "I2",
+                    f"host block {block.block_id} is promised to {request_id} but not leased",
+                )
 
 
 def check_writers(run: Run) -> None:

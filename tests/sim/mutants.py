@@ -6,7 +6,7 @@ Each must be caught within 100 seeds: this tests the tester. A mutant that survi
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -15,17 +15,17 @@ from vllm.v1.core import block_hasher
 from vllm.v1.core.block_index import BlockIndex
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
 from vllm.v1.core.kv_kinds.mamba import MambaManager
 from vllm.v1.core.kv_kinds.sliding_window import SlidingWindowManager
 from vllm.v1.core.sched.lifecycle import RequestLifecycle
 from vllm.v1.core.sched.remote_wait import RemoteWaits
+from vllm.v1.core.sched.results import Results
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.lookup import Promises
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
-from vllm.v1.simple_kv_offload.store_policy import StoreRequestState
 from vllm.v1.simple_kv_offload.store_side import StoreSide
 from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer
 
@@ -182,12 +182,6 @@ def _leak_on_deferral(original: Any) -> Any:
     return withdraw
 
 
-def _load_while_loading(original: Any) -> Any:
-    """A request may be promised a load while its earlier one still runs."""
-    del original
-    return lambda self, request_id: False
-
-
 def _double_free_on_abort(original: Any) -> Any:
     """SCH-03: the end of a request runs twice."""
 
@@ -212,17 +206,6 @@ def _stop_at_the_first_misfit(original: Any) -> Any:
             original(self)
 
     return end_loads
-
-
-def _keep_the_old_table(original: Any) -> Any:
-    """OFF-09: a resumed request's table is extended instead of replaced."""
-    del original
-
-    def replace_table(self: Any, block_ids: Any) -> None:
-        if block_ids:
-            self.extend_table(block_ids)
-
-    return replace_table
 
 
 def _failed_store_counts_as_done(original: Any) -> Any:
@@ -298,15 +281,6 @@ def _adapter_is_ignored() -> AbstractContextManager[object]:
     return patch.object(block_hasher, "generate_block_hash_extra_keys", keys)
 
 
-def _nothing_left_to_compute(original: Any) -> Any:
-    """PFX-09: a prompt that is cached whole leaves no token to compute."""
-
-    def computed(self: Any, request: Any, max_cache_hit_length: int | None = None) -> Any:
-        return original(self, request, request.num_tokens)
-
-    return computed
-
-
 def _window_slides_too_early(original: Any) -> Any:
     """XFER-02: blocks leave the window by what is scheduled, not by what has been computed."""
 
@@ -328,12 +302,6 @@ def _running_state_is_overwritten(original: Any) -> Any:
     return lambda self, blocks, column: None
 
 
-def _unconfirmed_hashes_stay(original: Any) -> Any:
-    """PFX-20: what a failed step was to compute stays findable."""
-    del original
-    return lambda self, request, num_confirmed_tokens: None
-
-
 def _frees_at_once(original: Any) -> Any:
     """XFER-02: blocks of a step in flight become the target of a load."""
 
@@ -344,16 +312,6 @@ def _frees_at_once(original: Any) -> Any:
     return free
 
 
-def _first_chunk_only(original: Any) -> Any:
-    """OFF-23: continuation chunks are never stored."""
-
-    def plan(self: Any, output: Any) -> None:
-        if output.scheduled_new_reqs:
-            original(self, output)
-
-    return plan
-
-
 def _nothing_stored_at_the_end(original: Any) -> Any:
     """OFF-04: what is not stored when a request ends is lost."""
     del original
@@ -362,6 +320,69 @@ def _nothing_stored_at_the_end(original: Any) -> Any:
         self.forget_request(request.request_id)
 
     return finish
+
+
+def _nothing_left_to_compute() -> AbstractContextManager[object]:
+    """PFX-09: a prompt that is cached whole leaves no token to compute."""
+    stack = ExitStack()
+    for coordinator in (UnitaryKVCacheCoordinator, HybridKVCacheCoordinator):
+        original = coordinator.find_longest_cache_hit
+
+        def find(self: Any, block_hashes: Any, limit: int, original: Any = original) -> Any:
+            return original(self, block_hashes, limit + 1)
+
+        stack.enter_context(patch.object(coordinator, "find_longest_cache_hit", find))
+    return stack
+
+
+def _damage_is_not_followed(original: Any) -> Any:
+    """PFX-20: what a failed step was to compute stays findable."""
+    del original
+    return lambda self, block_ids: None
+
+
+def _hash_too_far(original: Any) -> Any:
+    """Blocks get their hash one token before they are full."""
+
+    def cache(self: Any, request: Any, num_computed_tokens: int) -> None:
+        original(self, request, min(num_computed_tokens + 1, request.num_tokens))
+
+    return cache
+
+
+def _abort_frees_under_a_load(original: Any) -> Any:
+    """SCH-02, first variant: an aborted load's blocks are free while the copy still writes them."""
+
+    def release(self: Any, request: Any) -> None:
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            manager.free(request.request_id)
+        for lease in list(self.kv_cache_manager.block_pool.leases.values()):
+            if lease.owner == f"load of {request.request_id}":
+                blocks = list(lease.blocks)
+                self.kv_cache_manager.block_pool.free_blocks(blocks)
+        original(self, request)
+
+    return release
+
+
+def _end_of_an_aborted_load_is_lost(original: Any) -> Any:
+    """SCH-02, second variant: nobody listens to the end of an aborted load."""
+
+    def end(self: Any, request_id: str, failed: bool) -> None:
+        request = self.requests.get(request_id)
+        if request is None or not request.is_finished():
+            original(self, request_id, failed)
+
+    return end
+
+
+def _hole_in_what_is_stored(original: Any) -> Any:
+    """OFF-22: the last block of every round of stores is left out."""
+
+    def plan(self: Any, candidates: Any, request_id: Any, *, to_front: bool = False) -> None:
+        original(self, candidates[:-1], request_id, to_front=to_front)
+
+    return plan
 
 
 def _goes_idle_too_early(original: Any) -> Any:
@@ -383,26 +404,27 @@ MUTANTS: dict[str, Mutant] = {
     "double an event": _replaced(BlockIndex, "_report_removed", _double_an_event),
     "wrong parent": _replaced(BlockIndex, "_report_run", _wrong_parent),
     "leak on deferral": _replaced(Promises, "withdraw", _leak_on_deferral),
-    "load while loading": _replaced(LoadSide, "owns", _load_while_loading),
     "double free on abort": _replaced(RequestLifecycle, "_free_blocks", _double_free_on_abort),
     "stop at the first misfit": _replaced(Scheduler, "_end_loads", _stop_at_the_first_misfit),
-    "keep the old table": _replaced(StoreRequestState, "replace_table", _keep_the_old_table),
     "failed store counts as done": _replaced(StoreSide, "report", _failed_store_counts_as_done),
     "one rank is enough": _replaced(StoreTable, "__init__", _one_rank_is_enough),
     "tier stays warm": _replaced(BlockPool, "invalidate_prefix_cache", _tier_stays_warm),
     "device stays warm": _replaced(BlockPool, "invalidate_prefix_cache", _device_stays_warm),
     "salt is ignored": _salt_is_ignored,
     "adapter is ignored": _adapter_is_ignored,
-    "nothing left to compute": _replaced(KVCacheManager, "get_computed_blocks", _nothing_left_to_compute),
     "window slides too early": _replaced(
         SlidingWindowManager, "get_num_skipped_tokens", _window_slides_too_early
     ),
     "state is hit before it exists": _replaced(MambaManager, "_mark_fresh", _state_is_hit_before_it_exists),
     "running state is overwritten": _replaced(MambaManager, "_make_writable", _running_state_is_overwritten),
-    "unconfirmed hashes stay": _replaced(KVCacheManager, "evict_unconfirmed", _unconfirmed_hashes_stay),
     "frees at once": _replaced(RequestLifecycle, "_free_blocks", _frees_at_once),
-    "first chunk only": _replaced(StoreSide, "plan_step", _first_chunk_only),
     "failed load counts as done": _replaced(RemoteWaits, "report", _failed_load_counts_as_done),
     "goes idle too early": _replaced(SimpleCPUOffloadScheduler, "has_pending_work", _goes_idle_too_early),
+    "nothing left to compute": _nothing_left_to_compute,
+    "damage is not followed": _replaced(KVCacheManager, "evict_blocks", _damage_is_not_followed),
+    "hash too far": _replaced(KVCacheManager, "cache_blocks", _hash_too_far),
+    "abort frees under a load": _replaced(RequestLifecycle, "_release_finished", _abort_frees_under_a_load),
+    "end of an aborted load is lost": _replaced(Results, "_end_receiving", _end_of_an_aborted_load_is_lost),
+    "hole in what is stored": _replaced(StoreSide, "plan", _hole_in_what_is_stored),
     "nothing stored at the end": _replaced(StoreSide, "finish_request", _nothing_stored_at_the_end),
 }

@@ -71,6 +71,8 @@ class SimParams:
     reserve_full_prompt: bool
     long_prefill_threshold: int
     recompute_failed_loads: bool
+    early_loads: bool
+    """Loads start as soon as their step is sent, beside steps that still run; else after the step's forward."""
     faults: frozenset[str]
     actions_off: frozenset[str] = field(default_factory=frozenset)
 
@@ -81,13 +83,15 @@ class SimParams:
 
 
 def _full(rng: random.Random) -> KVCacheSpec:
-    return FullAttentionSpec(block_size=rng.choice((2, 4, 4, 8)), num_kv_heads=1, head_size=4, dtype=Byte())
+    return FullAttentionSpec(
+        block_size=rng.choice((2, 2, 4, 4, 4, 8)), num_kv_heads=1, head_size=4, dtype=Byte()
+    )
 
 
 def _window(rng: random.Random) -> KVCacheSpec:
     size = rng.choice((3, 4, 6, 9, 13))
     return SlidingWindowSpec(
-        block_size=rng.choice((2, 4, 8)), num_kv_heads=1, head_size=4, dtype=Byte(), sliding_window=size
+        block_size=rng.choice((2, 4, 4, 8)), num_kv_heads=1, head_size=4, dtype=Byte(), sliding_window=size
     )
 
 
@@ -98,7 +102,7 @@ def _chunked(rng: random.Random) -> KVCacheSpec:
 
 
 def _state(rng: random.Random) -> KVCacheSpec:
-    return MambaSpec(rng.choice((4, 8)), ((8,),), (Byte(),), mamba_cache_mode="align")
+    return MambaSpec(rng.choice((4, 4, 8)), ((8,),), (Byte(),), mamba_cache_mode="align")
 
 
 def _ring(rng: random.Random) -> KVCacheSpec:
@@ -166,22 +170,22 @@ def draw_params(seed: int) -> SimParams:
         specs = tuple(replace(s, mamba_cache_mode="none") if isinstance(s, MambaSpec) else s for s in specs)
     has_state = any(isinstance(s, MambaSpec) for s in specs)
     offload = caching and has_full and rng.random() < 0.8
-    async_scheduling = rng.random() < 0.55
+    async_scheduling = rng.random() < 0.65
     stages = rng.choice((1, 1, 1, 2))
     depth_max = stages + (1 if async_scheduling else 0)
     params = SimParams(
         seed=seed,
         specs=specs,
         ring_ratio=2,
-        device_blocks=rng.randint(8, 16) if rng.random() < 0.6 else rng.randint(12, 32),
-        host_blocks=rng.randint(4, 40) if offload else 0,
+        device_blocks=rng.randint(8, 13) if rng.random() < 0.6 else rng.randint(12, 32),
+        host_blocks=(rng.randint(16, 48) if rng.random() < 0.6 else rng.randint(4, 24)) if offload else 0,
         lazy=rng.random() < 0.35,
         disk=rng.random() < 0.2,
         ranks=rng.choice((1, 1, 2, 3)),
         async_scheduling=async_scheduling,
         pipeline_stages=stages,
-        depth=rng.randint(1, depth_max),
-        max_model_len=rng.choice((16, 24, 32, 40)),
+        depth=depth_max if rng.random() < 0.7 else rng.randint(1, depth_max),
+        max_model_len=rng.choice((12, 16, 24, 32)),
         max_num_batched_tokens=rng.choice((8, 8, 12, 16, 24, 48)),
         max_num_seqs=rng.choice((1, 2, 3, 4, 6)),
         policy=rng.choice(("fcfs", "fcfs", "priority")),
@@ -194,12 +198,37 @@ def draw_params(seed: int) -> SimParams:
         reserve_full_prompt=rng.random() < 0.7,
         long_prefill_threshold=rng.choice((0, 0, 0, 6)),
         recompute_failed_loads=rng.random() < 0.6,
+        early_loads=rng.random() < 0.5,
         faults=frozenset(site for site in FAULT_SITES if rng.random() < FAULT_ON),
-        actions_off=frozenset(a for a in ("abort", "reset", "pause", "preempt") if rng.random() < 0.4),
+        actions_off=frozenset(a for a in ("abort", "reset", "pause", "cool") if rng.random() < 0.4),
     )
+    if rng.random() < 0.2:
+        params = _load_heavy(params)
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
     return _fit(params)
+
+
+def _load_heavy(params: SimParams) -> SimParams:
+    """A world in which the lower tier serves most hits, beside steps that still run."""
+    return replace(
+        params,
+        specs=(FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=4, dtype=Byte()),),
+        device_blocks=16,
+        host_blocks=48,
+        lazy=False,
+        async_scheduling=True,
+        pipeline_stages=1,
+        depth=2,
+        max_model_len=20,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        prefix_caching=True,
+        match_unit=None,
+        reserve_full_prompt=False,
+        early_loads=True,
+        actions_off=params.actions_off - {"abort", "cool"},
+    )
 
 
 class _Limits:

@@ -142,18 +142,18 @@ class Run:
 
     def enabled(self) -> dict[str, int]:
         """Actions that make sense now, with their weights."""
-        weights: dict[str, int] = {"tick": 10}
+        weights: dict[str, int] = {"tick": 4}
         live = len(self.live())
         if live < LIVE_REQUESTS_MAX:
             weights["arrive"] = 80 if live < 3 else 30
         if live and "abort" not in self.params.actions_off:
             weights["abort"] = 7
         if len(self.steps) < self.params.depth and self.scheduler.has_requests():
-            weights["schedule"] = 120
+            weights["schedule"] = 150
         if any(not step.executed for step in self.steps):
-            weights["execute"] = 100
+            weights["execute"] = 120
         if self.steps and self.steps[0].executed:
-            weights["finish"] = 100
+            weights["finish"] = 120
         if any(lanes.movable() for lanes in self.worker.lanes):
             weights["copy"] = 100
         if any(job.stalled for lanes in self.worker.lanes for job in lanes.running):
@@ -162,6 +162,8 @@ class Run:
             weights["poison"] = 20
         if "reset" not in self.params.actions_off:
             weights["reset"] = 3
+        if self.offload is not None and "cool" not in self.params.actions_off:
+            weights["cool"] = 12
         if "pause" not in self.params.actions_off:
             weights["pause"] = 5 if self.scheduler.pause_state is PauseState.UNPAUSED else 40
         return weights
@@ -229,6 +231,8 @@ class Run:
         if self.fault("step fails", rng) and output.num_scheduled_tokens:
             step.fails = True
             self.marks.hit("step failed")
+        if self.params.early_loads:
+            self.worker.send_load(step, rng)
         if len(self.steps) > 1:
             self.marks.hit("two steps in flight")
         if len(self.steps) > 2:
@@ -356,7 +360,7 @@ class Run:
     def _do_finish(self, rng: random.Random) -> None:
         step = self.steps.popleft()
         self._writes.pop(id(step), None)
-        outputs = self.worker.runner_outputs(step, rng)
+        outputs = self.worker.runner_outputs(step)
         if step.fails:
             self._fail_step(step, outputs)
             return
@@ -433,7 +437,7 @@ class Run:
 
     def _expect_stored(self, truth: Truth) -> None:
         """Full-attention blocks of a request that ended well must be below when all has come to rest."""
-        if truth.ended_by is not None or self.offload is None:
+        if truth.ended_by is not None or truth.cooled or self.offload is None:
             return
         request = self.requests[truth.request_id]
         self.registry.learn(request)
@@ -473,6 +477,13 @@ class Run:
             self.marks.hit("reset refused")
         self._excuse("reset")
         self.must_be_stored.clear()
+
+    def _do_cool(self, rng: random.Random) -> None:
+        """Forget the device's cache only, so that the tier below has to serve."""
+        del rng
+        self.scheduler.reset_prefix_cache()
+        for truth in self.live():  # what lost its hash while it was computed is not stored
+            truth.cooled = True
 
     def _do_pause(self, rng: random.Random) -> None:
         if self.scheduler.pause_state is PauseState.UNPAUSED:

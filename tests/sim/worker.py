@@ -49,7 +49,10 @@ class Step:
     shadowed: bool = False
     """A step that fails was ahead of it when it was scheduled."""
     executed: bool = False
+    load_sent: bool = False
+    """Its load was started when it was sent, before its forward."""
     sampled: dict[str, list[int]] = field(default_factory=dict)
+    reports: list[KVConnectorOutput | None] = field(default_factory=list)
 
 
 class SimWorker:
@@ -94,6 +97,8 @@ class SimWorker:
         self._mark_kinds(batch)
         self._submit_copies(step, rng)
         step.executed = True
+        # A worker collects what has ended while it runs the step; one that fails has no output to put it in.
+        step.reports = [None] * len(self.lanes) if fails else self.reports(rng)
         if fails:
             self.ghosts |= set(output.num_scheduled_tokens)
             return
@@ -211,7 +216,7 @@ class SimWorker:
                 continue
             self._notice_lost(rank, meta)
             self._failed_loads[rank] |= set(meta.failed_load_reqs)
-            if meta.load_event != INVALID_JOB_ID:
+            if meta.load_event != INVALID_JOB_ID and not step.load_sent:
                 self._order_load(rank, meta, step.fails and rng.random() < 0.5, rng)
             if meta.store_event != INVALID_JOB_ID:
                 if step.fails:  # nothing was computed that could be stored
@@ -219,8 +224,18 @@ class SimWorker:
                     continue
                 pairs = list(zip(meta.store_gpu_blocks, meta.store_cpu_blocks, strict=True))
                 lanes.submit(self._job(meta.store_event, True, pairs, [], rng))
-        if meta.load_event != INVALID_JOB_ID:
+        if meta.load_event != INVALID_JOB_ID and not step.load_sent:
             self._load_order.append(meta.load_event)
+
+    def send_load(self, step: Step, rng: random.Random) -> None:
+        """Start the step's load now, beside the steps that still run."""
+        meta = step.output.kv_connector_metadata
+        if step.fails or not isinstance(meta, SimpleCPUOffloadMetadata) or meta.load_event == INVALID_JOB_ID:
+            return
+        step.load_sent = True
+        for rank in range(len(self.lanes)):
+            self._order_load(rank, meta, False, rng)
+        self._load_order.append(meta.load_event)
 
     def _order_load(
         self, rank: int, meta: SimpleCPUOffloadMetadata, never_started: bool, rng: random.Random
@@ -344,7 +359,7 @@ class SimWorker:
             finished_recving=received or None, failed_recving=failed, kv_connector_worker_meta=meta
         )
 
-    def runner_outputs(self, step: Step, rng: random.Random) -> list[ModelRunnerOutput]:
+    def runner_outputs(self, step: Step) -> list[ModelRunnerOutput]:
         """The outputs of all ranks for one step that ran."""
         ids = list(step.output.num_scheduled_tokens)
         return [
@@ -354,5 +369,5 @@ class SimWorker:
                 sampled_token_ids=[list(step.sampled.get(request_id, [])) for request_id in ids],
                 kv_connector_output=report,
             )
-            for report in self.reports(rng)
+            for report in step.reports
         ]

@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import BlockHasher, Request
 
-_PREFIXES = 3
+_PREFIXES = (2, 8)
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Truth:
     """The whole answer of an undisturbed run."""
     delivered: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    cooled: bool = False
+    """The device forgot its cache while the request was in the engine."""
     ended_by: str | None = None
     """Why it may end early: aborted, failed load, failed step, NaN."""
 
@@ -46,10 +48,13 @@ class Workload:
         self._params = params
         self._edges = sorted({s.block_size for s in params.specs if s.block_size <= 8})
         longest = params.max_model_len
-        self._prefixes = [[rng.randint(1, ALPHABET) for _ in range(longest)] for _ in range(_PREFIXES)]
+        self._prefixes = [
+            [rng.randint(1, ALPHABET) for _ in range(longest)] for _ in range(rng.randint(*_PREFIXES))
+        ]
         self._salts = rng.random() < 0.3
         self._adapters = rng.random() < 0.3
         self._count = 0
+        self._repeats = rng.choice((0.2, 0.6, 0.8))
         self._history: list[list[int]] = []
 
     def draw(self, rng: random.Random) -> Truth:
@@ -63,7 +68,7 @@ class Workload:
         truth = Truth(
             request_id=f"r{self._count}",
             prompt=prompt,
-            max_tokens=rng.choice((1, 1, 2, 3, 5, 9, 17)),
+            max_tokens=rng.choice((1, 1, 1, 2, 2, 4, 9)),
             ignore_eos=rng.random() < 0.5,
             salt=salt,
             adapter=adapter,
@@ -75,8 +80,8 @@ class Workload:
 
     def _prompt(self, rng: random.Random, longest: int) -> list[int]:
         """An earlier conversation again or continued, else a path in the tree with a tail of its own."""
-        if self._history and rng.random() < 0.4:
-            earlier = rng.choice(self._history[-12:])
+        if self._history and rng.random() < self._repeats:
+            earlier = rng.choice(self._history)
             if rng.random() < 0.5:
                 return list(earlier)
             more = rng.randint(1, 6)
@@ -89,7 +94,8 @@ class Workload:
     def _length(self, rng: random.Random, longest: int) -> int:
         """A length at a block edge, one below or one above."""
         edge = rng.choice(self._edges or [4])
-        blocks = rng.randint(0, max(1, longest // edge))
+        most = max(1, longest // edge)
+        blocks = max(rng.randint(0, most), rng.randint(0, most))
         return max(1, min(longest, edge * blocks + rng.choice((-1, 0, 0, 1))))
 
 
