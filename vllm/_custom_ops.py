@@ -166,13 +166,6 @@ def rotary(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
 # --- matrix product --------------------------------------------------------------------------------------------------
 
 
-def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if weight.dtype == x.dtype:
-        return F.linear(x, weight, bias)
-    wide = F.linear(x.float(), weight.float(), bias.float() if bias is not None else None)
-    return wide.to(x.dtype)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x Wᵀ + b` in x's dtype, `x [T, I]`, `weight [O, I]`; the weight may be of a narrower type than x.
 

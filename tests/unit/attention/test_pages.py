@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm.v1.attention.backend import GroupMeta, StepMeta, single_group_step
+from vllm.v1.attention.backend import GroupMeta, StepMeta
 from vllm.v1.attention.pages import KVHeadPages, RingPages, RowPages, StatePages, ring_slots, slots_of
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -82,11 +82,8 @@ def test_a_chunk_longer_than_the_ring_leaves_its_last_rows() -> None:
     meta = step([3], [11], {"a": group})
     rows = positions.float()[:, None]
     ring.write((rows, -rows), ring_slots(meta, group))
-    assert ring.read(2, 10, 14).flatten(1).tolist() == [[10, 11, 12, 13], [-10, -11, -12, -13]]
-    with pytest.raises(ValueError, match=r"rows 9\.\.14 are not in the ring"):
-        ring.read(2, 9, 14)
-    with pytest.raises(ValueError, match="resume the request at an aligned position"):
-        ring.read(0, 12, 13)
+    assert ring.pages[2].flatten(1).tolist() == [[12, 13, 10, 11], [-12, -13, -10, -11]]
+    assert not ring.pages[:2].any()
 
 
 def step(contexts: list[int], queries: list[int], groups: dict[str, GroupMeta]) -> StepMeta:
@@ -136,12 +133,6 @@ def test_states_lie_one_after_another() -> None:
         StatePages("a", odd).bind_kv_cache(raw_pages(2, 64))
 
 
-def test_single_group_step_orders_slots_by_block_table() -> None:
-    table = torch.tensor([[7, 3], [5, 2]], dtype=torch.int32)
-    meta = single_group_step([4, 0], [1, 6], table, 4, ["x", "y"])
-    assert meta.num_decodes == 1
-    assert meta.positions.tolist() == [4, 0, 1, 2, 3, 4, 5]
-    assert slots_of(meta.groups["x"]).tolist() == [12, 20, 21, 22, 23, 8, 9]
-    assert meta.groups["x"] is meta.groups["y"]
+def test_a_group_of_states_has_no_slots() -> None:
     with pytest.raises(ValueError, match="its group has none"):
-        slots_of(GroupMeta(4, table))
+        slots_of(GroupMeta(4, torch.zeros(1, 1, dtype=torch.int32)))

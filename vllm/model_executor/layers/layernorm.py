@@ -1,6 +1,6 @@
 """Normalisation layers. All statistics are computed in fp32, whatever the model's dtype.
 
-Owns: RMSNorm (weighted, zero-centred, unweighted, gated) and LayerNorm. Must not know: models. Layer L6.
+Owns: RMSNorm (weighted, unweighted, gated) and LayerNorm. Must not know: models. Layer L6.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ __all__ = ["GatedRMSNorm", "LayerNorm", "RMSNorm", "rms_unweighted"]
 
 
 class RMSNorm(nn.Module):
-    """`w · x / rms(x)`; with `zero_centred` the stored weight is an offset from one."""
+    """`w · x / rms(x)`."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, zero_centred: bool = False) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = frozen(size, dtype=dtype)
         self.eps = eps
-        self.zero_centred = zero_centred
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, 1 + self.weight if self.zero_centred else self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual += x` in place, then the norm of it; returns the normed tensor."""
-        weight = 1 + self.weight if self.zero_centred else self.weight
-        return ops.add_rms_norm(x, residual, weight, self.eps)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.weight", self.weight

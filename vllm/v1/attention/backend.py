@@ -24,7 +24,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from vllm.v1.kv_cache_interface import KVCacheSpec, MultipleOf
@@ -37,7 +36,6 @@ __all__ = [
     "MultipleOf",
     "ServableModel",
     "StepMeta",
-    "single_group_step",
 ]
 
 
@@ -163,37 +161,3 @@ class AttentionBackend(ABC):
     def full_cls_name(cls) -> tuple[str, str]:
         """Module and qualified name, for messages and equality across processes."""
         return cls.__module__, cls.__qualname__
-
-
-def single_group_step(
-    context_lens: list[int], query_lens: list[int], block_table: Tensor, block_size: int, names: Iterable[str]
-) -> StepMeta:
-    """A `StepMeta` for requests whose caches all live in one paged group; rows must already be in decode-first order.
-
-    For tools and tests that drive a model without the runner.
-    """
-    starts = [0]
-    positions: list[int] = []
-    slots: list[int] = []
-    rows = block_table.tolist()
-    for r, (context, query) in enumerate(zip(context_lens, query_lens, strict=True)):
-        starts.append(starts[-1] + query)
-        for p in range(context, context + query):
-            positions.append(p)
-            slots.append(rows[r][p // block_size] * block_size + p % block_size)
-    num_decodes = 0
-    while num_decodes < len(query_lens) and query_lens[num_decodes] == 1 and context_lens[num_decodes] > 0:
-        num_decodes += 1
-    group = GroupMeta(block_size, block_table, torch.tensor(slots, dtype=torch.int64))
-    return StepMeta(
-        num_reqs=len(query_lens),
-        num_tokens=len(positions),
-        query_start=torch.tensor(starts, dtype=torch.int32),
-        query_lens=list(query_lens),
-        context_lens=list(context_lens),
-        seq_lens=[c + q for c, q in zip(context_lens, query_lens, strict=True)],
-        positions=torch.tensor(positions, dtype=torch.int64),
-        num_decodes=num_decodes,
-        groups=dict.fromkeys(names, group),
-        replay_starts=[0] * len(query_lens),
-    )

@@ -168,16 +168,6 @@ class RingPages(_Pages[AttentionSpec]):
         rows = _typed_rows(raw, self._spec, self.cache_name, self.dtype, count)
         self.pages = rows.unflatten(1, (self.num_heads, self.capacity, self.width))
 
-    def read(self, block: int, first: int, end: int) -> Tensor:
-        """Rows of positions `[first, end)` as `[heads, end − first, width]`; they must still be in the ring."""
-        if block == 0 or end - first > self.capacity:
-            raise ValueError(
-                f"cache {self.cache_name}: rows {first}..{end} are not in the ring"
-                f" (block {block}, capacity {self.capacity}); resume the request at an aligned position"
-            )
-        where = torch.arange(first, end) % self.capacity
-        return self.pages[block][:, where]
-
     def write(self, heads: tuple[Tensor, ...], slots: Tensor) -> None:
         """Stores one `[T, width]` per head; `slots` come from `ring_slots`."""
         for head, rows in enumerate(heads):

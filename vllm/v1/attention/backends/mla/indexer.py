@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf, StepMeta
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 __all__ = ["KpoolTailBackend", "KpoolTailMetadata", "KpoolTailMetadataBuilder", "ring_slot_mapping"]
@@ -54,10 +54,6 @@ class KpoolTailMetadataBuilder:
         return KpoolTailMetadata(
             ring_slot_mapping(block_table, rows, positions, self.capacity), block_table[:, :1]
         )
-
-    def build_from_step(self, meta: StepMeta, block_table: Tensor) -> KpoolTailMetadata:
-        """The same from a whole step."""
-        return self.build(block_table, meta.query_start, meta.positions)
 
 
 class KpoolTailBackend(AttentionBackend):
