@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 
 FAULT_SITES = (
     "load fails",
+    "short accept",
     "store fails",
     "bad source",
     "report late",

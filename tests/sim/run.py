@@ -66,11 +66,15 @@ class Run:
         """Notice loads that are accepted with fewer tokens than were promised."""
         ask, accept = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
         promised: dict[str, int] = {}
+        unit = self.world.scheduler_block_size
 
         def asked(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-            answer = ask(request, num_computed_tokens)
-            promised[request.request_id] = answer[0] or 0
-            return answer
+            tokens, is_async = ask(request, num_computed_tokens)
+            promised[request.request_id] = tokens or 0
+            rng = self.streams.stream(f"{request.request_id}/{tokens}/{num_computed_tokens}")
+            if tokens and self.fault("short accept", rng):  # taking less than was promised is legal
+                tokens -= rng.randint(0, (tokens - 1) // unit) * unit
+            return tokens, is_async
 
         def accepted(request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
             if 0 < num_external_tokens < promised.pop(request.request_id, 0):
