@@ -12,5 +12,7 @@ from hypothesis import HealthCheck, settings
 
 # Property tests are a pure function of the commit, so that a red run is red everywhere; explore with HYPOTHESIS_PROFILE=explore.
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
