@@ -77,8 +77,11 @@ def _parse_message(message: Message, index: int, content_format: ContentFormat) 
         parsed["content"] = "" if not message.get("tool_calls") else None
     else:
         raise _refuse(index, f"content must be given for role {role!r}")
-    if message.get("tool_calls"):
-        parsed["tool_calls"] = [_parse_tool_call(call, index) for call in message["tool_calls"]]
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise _refuse(index, "tool_calls must be a list")
+    if calls:
+        parsed["tool_calls"] = [_parse_tool_call(call, index) for call in calls]
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             parsed[name] = message[name]

@@ -22,6 +22,8 @@ logger = init_logger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+# Characters up to which a text is encoded with the interpreter's lock held, which is quicker.
+SHORT_TEXT_MAX = 2048
 SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -83,6 +85,8 @@ class FastTokenizer:
         self.all_special_ids: list[int] = sorted(i for i, token in decoder.items() if token.special)
         self.added_tokens_decoder = decoder
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        # None: a normalizer may shorten the text, so its length says nothing.
+        self.longest_token = max(map(len, self._vocab), default=1) if backend.normalizer is None else None
         self._token_ids = {token: self._vocab.get(token) for token in self.special_tokens_map.values()}
         self.max_token_id = max(self._vocab.values(), default=-1)
         self._add_bos, self._add_eos = self._bos_eos_rules(config)
@@ -187,11 +191,22 @@ class FastTokenizer:
         max_length: int | None = None,
     ) -> list[int]:
         """Token ids of `text`. With `truncation`, the first `max_length` of them."""
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._encode(text, add_special_tokens)
         if add_special_tokens:
             ids = self._apply_bos_eos(ids, text)
         if truncation and max_length is not None and max_length >= 0:
             ids = ids[:max_length]
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """What the backend makes of `text`. Only its batch call lets other threads run meanwhile."""
+        if len(text) <= SHORT_TEXT_MAX:
+            encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self.backend_tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        ids: list[int] = encoding.ids
         return ids
 
     def _apply_bos_eos(self, ids: list[int], text: str) -> list[int]:
@@ -226,6 +241,16 @@ class FastTokenizer:
                 return own.get(chat_template, chat_template)
             return own.get("tool_use", own.get("default")) if tools else own.get("default")
         return chat_template or own
+
+
+def characters_at_most(tokenizer: Any, tokens: int) -> int | None:
+    """A length that no text of `tokens` tokens exceeds; None if the tokenizer does not tell.
+
+    Characters of a byte-level vocabulary stand for bytes, of which a character has one or more.
+    """
+    if not isinstance(tokenizer, FastTokenizer) or tokenizer.longest_token is None:
+        return None
+    return tokens * tokenizer.longest_token
 
 
 # -- opening ---------------------------------------------------------------------------------------------------------

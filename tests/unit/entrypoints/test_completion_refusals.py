@@ -38,7 +38,7 @@ BAD = {
     "stop strings": ({"prompt": "a", "stop": list("abcde")}, "stop"),
     "bad words": ({"prompt": "a", "bad_words": ["x"] * 129}, "bad_words"),
     "prompts": ({"prompt": ["x"] * 1025}, "prompt"),
-    "seed": ({"prompt": "a", "seed": 2**64}, "seed"),
+    "seed": ({"prompt": "a", "seed": 2**63}, "seed"),
     "ec": ({"prompt": "a", "ec_transfer_params": {}}, "ec_transfer_params"),
     "offsets": ({"prompt": "a", "return_token_offsets": True}, "return_token_offsets"),
     "bias": ({"prompt": "a", "logit_bias": {"AI": -100}}, "logit_bias"),

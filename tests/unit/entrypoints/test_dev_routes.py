@@ -71,7 +71,14 @@ async def test_sleep_and_wake_up(app):
 
 
 @pytest.mark.parametrize(
-    "path", ["/sleep?level=3", "/sleep?mode=nap", "/pause?mode=x", "/reset_prefix_cache?reset_external=maybe"]
+    "path",
+    [
+        "/sleep?level=3",
+        "/sleep?mode=nap",
+        "/wake_up?tags=nobody",
+        "/pause?mode=x",
+        "/reset_prefix_cache?reset_external=maybe",
+    ],
 )
 async def test_bad_query_values_are_400(app, path):
     assert (await app.error(path, None))["code"] == 400

@@ -1,14 +1,17 @@
 """Opening tokenizers and what they answer."""
 
+import itertools
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.tiny_tokenizers import make_tokenizer, save_tokenizer
 from vllm.tokenizers import TokenizerLike, get_tokenizer
-from vllm.transformers_utils.tokenizer import FastTokenizer
+from vllm.transformers_utils.tokenizer import SHORT_TEXT_MAX, FastTokenizer, characters_at_most
 
 
 @pytest.fixture(params=["byte_level", "byte_fallback"])
@@ -120,3 +123,33 @@ def test_decoding_agrees_with_transformers(folder: Path) -> None:
 
 def test_one_tokenizer_is_opened_once_per_kind() -> None:
     assert make_tokenizer("byte_level") is make_tokenizer("byte_level")
+
+
+def test_a_long_text_has_the_same_ids_and_lets_other_threads_run(folder: Path) -> None:
+    tokenizer = get_tokenizer(folder)
+    text = "hello Köln 你 </s> END " * (20 * SHORT_TEXT_MAX // 20)
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.monotonic()
+    ids = tokenizer.encode(text)
+    took = time.monotonic() - start
+    done.set()
+    thread.join()
+    assert ids == tokenizer.backend_tokenizer.encode(text).ids
+    silence = max(b - a for a, b in itertools.pairwise([start, *ticks]))
+    assert silence < max(0.5 * took, 0.25)
+
+
+def test_a_text_is_hopeless_only_if_its_tokens_cannot_be_few(tmp_path: Path) -> None:
+    exact = get_tokenizer(save_tokenizer("byte_level", tmp_path / "a"))
+    for text in ("hello " * 50, "你好世界" * 20, "</s>" * 30):
+        assert len(text) <= characters_at_most(exact, len(exact.encode(text)))
+    assert characters_at_most(get_tokenizer(save_tokenizer("byte_fallback", tmp_path / "b")), 10) is None
+    assert characters_at_most(object(), 10) is None

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
 from vllm import envs
+from vllm.entrypoints.openai.bodies import StrictRoute
 from vllm.entrypoints.openai.errors import create_error_response, error_reply, to_http_response
 from vllm.entrypoints.openai.state import serving
 from vllm.logger import init_logger
@@ -23,8 +24,9 @@ from vllm.version import __version__
 
 logger = init_logger(__name__)
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 PauseMode = Literal["abort", "wait", "keep"]
+WakeTag = Literal["weights", "kv_cache", "scheduling"]
 SECRETS = ("VLLM_API_KEY",)
 
 
@@ -105,7 +107,7 @@ async def sleep(
 
 @router.post("/wake_up")
 @_answers_errors
-async def wake_up(raw_request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+async def wake_up(raw_request: Request, tags: Annotated[list[WakeTag] | None, Query()] = None) -> Response:
     """Take memory back and go on; with `tags`, those parts only."""
     engine = serving(raw_request).engine_client
     await engine.wake_up(tags)

@@ -23,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 logger = init_logger(__name__)
 
 VALIDATION_ENTRIES_MAX = 10
+MESSAGE_CHARACTERS_MAX = 2000
 RETRY_AFTER_S = 1
 _TYPES = {
     400: "BadRequestError",
@@ -68,8 +69,10 @@ def error_type(status: int) -> str:
 
 
 def clean_message(message: str) -> str:
-    """`message` without memory addresses and file-system paths, which are nobody's business outside."""
-    return _PATH.sub("<path>", _ADDRESS.sub("", message))
+    """`message` without memory addresses and file-system paths, which are nobody's business outside; a long one cut."""
+    cleaned = _PATH.sub("<path>", _ADDRESS.sub("", message[: 2 * MESSAGE_CHARACTERS_MAX]))
+    cleaned = cleaned.encode(errors="replace").decode()
+    return cleaned if len(cleaned) <= MESSAGE_CHARACTERS_MAX else cleaned[:MESSAGE_CHARACTERS_MAX] + " …"
 
 
 def create_error_response(

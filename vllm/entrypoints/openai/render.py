@@ -20,6 +20,7 @@ from vllm.entrypoints.chat_utils import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.transformers_utils.tokenizer import characters_at_most
 
 logger = init_logger(__name__)
 
@@ -88,6 +89,7 @@ class OnlineRenderer:
         if not isinstance(prompt, str):
             return RenderedPrompt(self._truncated(prompt, truncation), None)
         tokenizer = self.need_tokenizer()
+        self._refuse_hopeless(tokenizer, len(prompt), "prompt", truncation)
         ids = await self._run(
             len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         )
@@ -104,6 +106,8 @@ class OnlineRenderer:
         """Token ids of a conversation. Raises VLLMValidationError naming what is wrong with it."""
         tokenizer = self.need_tokenizer()
         template = resolve_template(tokenizer, self._template(request_template), options.tools)
+        texts = [text for message in messages if isinstance(text := message.get("content"), str)]
+        self._refuse_hopeless(tokenizer, max(map(len, texts), default=0), "messages", truncation)
         size = sum(len(str(message.get("content"))) for message in messages)
 
         def work() -> tuple[str, list[int]]:
@@ -121,6 +125,18 @@ class OnlineRenderer:
                 "chat_template of a request needs --trust-request-chat-template", parameter="chat_template"
             )
         return request_template
+
+    def _refuse_hopeless(self, tokenizer: Any, size: int, parameter: str, truncation: Truncation) -> None:
+        """Refuses a text that is too long whatever its tokens are, before minutes are spent on finding them."""
+        limit = self.model_config.max_model_len
+        most = characters_at_most(tokenizer, limit)
+        if truncation.max_tokens is None and most is not None and size > most:
+            raise VLLMValidationError(
+                f"The text has {size} characters, but the model takes at most {limit} tokens (max_model_len), which "
+                f"hold at most {most} characters",
+                parameter=parameter,
+                value=size,
+            )
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         if size <= INLINE_TEXT_MAX:

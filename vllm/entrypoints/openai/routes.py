@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
+from vllm.entrypoints.openai.bodies import StrictRoute
 from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.errors import create_error_response, to_http_response
@@ -23,8 +24,8 @@ from vllm.entrypoints.openai.tokenization import (
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.version import __version__
 
-router = APIRouter()
-tokenizer_router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
+tokenizer_router = APIRouter(route_class=StrictRoute)
 
 
 @router.post("/v1/completions")

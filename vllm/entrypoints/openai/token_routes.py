@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
+from vllm.entrypoints.openai.bodies import StrictRoute
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.fan_in import Primed
 from vllm.entrypoints.openai.render import RenderedPrompt
@@ -27,7 +28,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
+# Fields of SamplingParams that are computed from the others: the engine trusts them unchecked.
+COMPUTED_PARAMS = {
+    name
+    for name in SamplingParams.__struct_fields__
+    if name.startswith("_") or name == "output_text_buffer_length"
+}
 
 
 class GenerateRequest(GenerationFields):
@@ -71,6 +78,9 @@ def sampling_params_from(values: dict[str, Any], stream: bool) -> SamplingParams
         raise VLLMValidationError(
             "stop strings need text; use stop_token_ids", parameter="sampling_params.stop"
         )
+    for name in values:
+        if name in COMPUTED_PARAMS:
+            raise VLLMValidationError("the engine sets it", parameter=f"sampling_params.{name}")
     try:
         return msgspec.convert({**values, "output_kind": int(kind), "detokenize": False}, SamplingParams)
     except msgspec.ValidationError as error:
