@@ -197,7 +197,9 @@ def num_full_blocks(stores: Stores, request: Request, group: int, table: Sequenc
     """Blocks of the group that are full, confirmed, hashed and in the table."""
     size = stores.block_size(group)
     hashed = len(request.block_hashes) * stores.hash_block_size
-    return min(min(confirmed_tokens(request), hashed) // size, len(table))
+    # Blocks beyond the last position where a hit can end get their keys later; passing over them now would lose them.
+    cacheable = stores.tier.coordinator.get_num_cacheable_tokens(confirmed_tokens(request), group)
+    return min(min(cacheable, hashed) // size, len(table))
 
 
 def keys_between(
