@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,8 @@ from vllm.config.cache import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -189,6 +192,30 @@ def test_the_whole_config_resolves_what_was_left_open(model: ModelConfig) -> Non
 def test_partial_records_are_accepted() -> None:
     model = SimpleNamespace(max_model_len=8, is_hybrid=False, is_attention_free=False, runner_type="generate")
     assert VllmConfig(model_config=model).model_config is model  # type: ignore[arg-type]
+
+
+def test_partial_records_are_enough_for_sizes_and_groups() -> None:
+    cache = CacheConfig(block_size=16)
+    record = SimpleNamespace(cache_config=cache, parallel_config=ParallelConfig(), kv_transfer_config=None)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    config = KVCacheConfig(4, [], [KVCacheGroupSpec(["a"], spec)])
+    assert resolve_kv_cache_block_sizes(config, record) == (16, 16)
+    record = SimpleNamespace(
+        cache_config=cache, scheduler_config=SchedulerConfig.default_factory(), speculative_config=None
+    )
+    assert [group.layer_names for group in get_kv_cache_groups(record, {"a": spec, "b": spec})] == [
+        ["a", "b"]
+    ]
+
+
+def test_draft_layers_compare_like_others() -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    draft = replace(spec, is_draft=True)
+    assert draft == spec
+    assert hash(draft) == hash(spec)
+    assert FullAttentionSpec.merge([spec, draft]) == spec
+    assert replace(spec, block_size=32).block_size == 32
+    assert replace(spec, block_size=32) != spec
 
 
 def test_devices_are_detected_without_an_accelerator() -> None:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector i
     VALID_KV_OFFLOAD_BACKENDS,
     SimpleCPUOffloadConnector,
 )
-from vllm.logger import init_logger
+from vllm.logger import configure_logging, init_logger
 from vllm.outputs import RequestError
 from vllm.sampling_params import (
     RequestOutputKind,
@@ -154,6 +154,7 @@ def test_dead_engine_texts() -> None:
 def test_loggers_live_under_vllm() -> None:
     logger = init_logger("vllm.some.module")
     assert logger.name == "vllm.some.module"
+    configure_logging()
     assert logging.getLogger("vllm").propagate is False
     assert callable(logger.info_once)
     assert callable(logger.warning_once)
