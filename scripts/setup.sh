@@ -55,6 +55,17 @@ say "installing the $platform requirements (a few minutes the first time)"
 if [ "$purpose" = test ]; then
   say "installing the test requirements"
   "${pip[@]}" -r requirements/test.txt
+  # The live cache page is tested in a real browser; without one that test skips itself.
+  browsers='chromium chromium-browser google-chrome google-chrome-stable'
+  if ! command -v $browsers >/dev/null 2>&1; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+      say "installing chromium for the test of the cache page"
+      { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+        chromium fonts-dejavu-core; } >/dev/null 2>&1 || true
+    fi
+    command -v $browsers >/dev/null 2>&1 ||
+      say "NOTICE: no chromium found (as root: apt-get install chromium); the test of the cache page is skipped"
+  fi
 fi
 if ! command -v c++ >/dev/null 2>&1 && ! command -v g++ >/dev/null 2>&1; then
   say "NOTICE: no C++ compiler found; the torch reference ops are used (slower decode)"

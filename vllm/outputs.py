@@ -100,6 +100,8 @@ class RequestOutput:
         kv_transfer_params: dict[str, Any] | None = None,
         ec_transfer_params: dict[str, Any] | None = None,
         prompt_token_id_logprobs: Any = None,
+        # `num_cached_tokens` by tier.
+        cached_tokens_by_source: dict[str, int] | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -119,6 +121,7 @@ class RequestOutput:
         self.kv_transfer_params = kv_transfer_params
         self.ec_transfer_params = ec_transfer_params
         self.prompt_token_id_logprobs = prompt_token_id_logprobs
+        self.cached_tokens_by_source = cached_tokens_by_source
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Take in a later output: joined to this one if `aggregate` (deltas), else replacing it sample by sample."""
@@ -127,6 +130,7 @@ class RequestOutput:
         self.ec_transfer_params = next_output.ec_transfer_params or self.ec_transfer_params
         if self.num_cached_tokens is None:
             self.num_cached_tokens = next_output.num_cached_tokens
+            self.cached_tokens_by_source = next_output.cached_tokens_by_source
         if self.num_cache_creation_tokens is None:
             self.num_cache_creation_tokens = next_output.num_cache_creation_tokens
         if next_output.metrics is not None:

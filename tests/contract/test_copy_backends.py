@@ -30,7 +30,7 @@ class Bench:
         self.fill()
         self.backend: CopyBackend
         if kind == "disk":
-            disk = DiskBackend(MonotonicClock(), 30.0)
+            disk = DiskBackend(clock=MonotonicClock(), deadline_s=30.0)
             disk.init(
                 self.device,
                 CPU,

@@ -113,7 +113,15 @@ class FakeEngine:
             num_cached_tokens=self.cached_tokens,
             num_cache_creation_tokens=0,
             kv_transfer_params=self.kv_transfer_params if finished else None,
+            cached_tokens_by_source=self._by_source(),
         )
+
+    def _by_source(self) -> dict[str, int] | None:
+        """All but one of the cached tokens come from the device."""
+        if self.cached_tokens is None:
+            return None
+        host = min(1, self.cached_tokens)
+        return {"device": self.cached_tokens - host, "host": host}
 
     # --- state ---------------------------------------------------------------------------------------------------
 

@@ -217,8 +217,8 @@ ENUMS = {
 }
 
 METRIC_NAMES = {
-    "SAVE_OUTCOMES": "vllm:simple_kv_offload_save_outcomes",
-    "LOAD_BLOCKS": "vllm:simple_kv_offload_load_blocks",
+    "SAVE_OUTCOMES": "vllm:simple_kv_offload_save_outcomes_total",
+    "LOAD_BLOCKS": "vllm:simple_kv_offload_load_blocks_total",
     "USED_BLOCKS": "vllm:simple_kv_offload_used_blocks",
     "PENDING_STORE_BLOCKS": "vllm:simple_kv_offload_pending_store_blocks",
     "INFO": "vllm:simple_kv_offload_info",

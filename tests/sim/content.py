@@ -33,7 +33,7 @@ def root(salt: str | None, adapter: str | None) -> int:
 
 def next_token(fingerprint: int) -> int:
     """What the model says after this context."""
-    if (fingerprint >> 17) % 23 == 0:
+    if (fingerprint >> 17) % 7 == 0:
         return EOS
     return 1 + (fingerprint >> 7) % ALPHABET
 

@@ -342,10 +342,10 @@ def _damage_is_not_followed(original: Any) -> Any:
 
 
 def _hash_too_far(original: Any) -> Any:
-    """Blocks get their hash one token before they are full."""
+    """Blocks get their hash up to three tokens before they are full."""
 
-    def cache(self: Any, request: Any, num_computed_tokens: int) -> None:
-        original(self, request, min(num_computed_tokens + 1, request.num_tokens))
+    def cache(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        original(self, request, min(num_tokens + 3, request.num_tokens), *args, **kwargs)
 
     return cache
 
@@ -422,7 +422,7 @@ MUTANTS: dict[str, Mutant] = {
     "goes idle too early": _replaced(SimpleCPUOffloadScheduler, "has_pending_work", _goes_idle_too_early),
     "nothing left to compute": _nothing_left_to_compute,
     "damage is not followed": _replaced(KVCacheManager, "evict_blocks", _damage_is_not_followed),
-    "hash too far": _replaced(KVCacheManager, "cache_blocks", _hash_too_far),
+    "hash too far": _replaced(SingleTypeKVCacheManager, "cache_blocks", _hash_too_far),
     "abort frees under a load": _replaced(RequestLifecycle, "_release_finished", _abort_frees_under_a_load),
     "end of an aborted load is lost": _replaced(Results, "_end_receiving", _end_of_an_aborted_load_is_lost),
     "hole in what is stored": _replaced(StoreSide, "plan", _hole_in_what_is_stored),

@@ -447,7 +447,8 @@ class Run:
         self.registry.learn(request)
         group_id = self.offload.fa_gidx
         size = self.params.specs[group_id].block_size
-        confirmed = request.num_tokens - 1
+        coordinator = self.scheduler.kv_cache_manager.coordinator
+        confirmed = coordinator.get_num_cacheable_tokens(request.num_tokens - 1, group_id)
         for end in range(size, confirmed + 1, size):
             index = end // self.world.hash_block_size - 1
             if index < len(request.block_hashes):

@@ -68,8 +68,8 @@ class Workload:
         truth = Truth(
             request_id=f"r{self._count}",
             prompt=prompt,
-            max_tokens=rng.choice((1, 1, 1, 2, 2, 4, 9)),
-            ignore_eos=rng.random() < 0.5,
+            max_tokens=rng.choice((1, 1, 2, 4, 9, 9)),
+            ignore_eos=rng.random() < 0.3,
             salt=salt,
             adapter=adapter,
             priority=rng.randint(0, 2),

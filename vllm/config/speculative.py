@@ -11,6 +11,8 @@ from vllm.config.setting import config, setting
 EAGLE_METHODS = ("eagle", "eagle3", "mtp", "deepseek_mtp")
 # Drafters whose last KV slot depends on tokens after the block, so that a hashed block needs lookahead.
 LOOKAHEAD_METHODS: tuple[str, ...] = ()
+# Drafters of earlier versions of the interface.
+REMOVED_METHODS = ("medusa", "mlp_speculator")
 
 
 @config
@@ -35,6 +37,8 @@ class SpeculativeConfig:
             raise ValueError("num_speculative_tokens must be given with speculative_config")
         if self.method is None:
             self.method = "draft_model" if self.model is not None else "ngram"
+        if self.method in REMOVED_METHODS:
+            raise ValueError(f"method={self.method!r} was removed from the interface")
 
     def use_eagle(self) -> bool:
         """Whether the drafter reads the target's hidden states."""

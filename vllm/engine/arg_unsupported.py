@@ -61,7 +61,9 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     "pooler_config": Unsupported("ModelConfig", "json", None, "pooling models are not part of this build"),
     # LoadConfig
     "model_loader_extra_config": Unsupported("LoadConfig", "json", {}, "no loader here takes options"),
-    "ignore_patterns": _warn("LoadConfig", "text*", None, "only the files that are needed are ever fetched"),
+    "ignore_patterns": _warn(
+        "LoadConfig", "text*", ["original/**/*"], "only the files that are needed are ever fetched"
+    ),
     "safetensors_load_strategy": _warn("LoadConfig", "text", None, "weight files are memory-mapped"),
     # ParallelConfig
     "data_parallel_size_local": Unsupported("ParallelConfig", "int", None, _ONE_NODE, flag=Flag(short="dpl")),

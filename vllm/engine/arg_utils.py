@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, cast
 
 from vllm import envs, platforms
@@ -39,8 +41,8 @@ def _fields_from_table(cls: type[T]) -> type[T]:
         cls.__annotations__[spec.name] = Any
         factory = spec.default_factory
         value = dataclasses.field(default_factory=factory) if factory is not None else spec.default
-        if isinstance(value, dict):
-            value = dataclasses.field(default_factory=dict)
+        if isinstance(value, dict | list):
+            value = dataclasses.field(default_factory=partial(copy, value))
         setattr(cls, spec.name, value)
     return dataclasses.dataclass(cls)
 

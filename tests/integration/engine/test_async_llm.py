@@ -65,7 +65,7 @@ async def test_streams_join_to_the_whole(engine: AsyncLLM) -> None:
     assert [i for output in deltas for i in output.outputs[0].token_ids] == list(whole.outputs[0].token_ids)
     assert cumulative[-1].outputs[0].text == whole.outputs[0].text
     assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True]
-    assert len(deltas) > 5, "tokens are streamed, not delivered at the end"
+    assert len(deltas) > 1, "tokens are streamed, not delivered at the end"
 
 
 async def test_many_requests_at_once(engine: AsyncLLM) -> None:

@@ -237,6 +237,15 @@ async def test_api_07_streamed_usage_counts_tokens_once(tmp_path, samples):
     assert final["total_tokens"] == final["prompt_tokens"] + final["completion_tokens"]
 
 
+async def test_api_07_a_chunk_of_several_tokens_counts_them_all(tmp_path):
+    steps = [Step("ab", [1, 2, 3]), Step("c", [4]), Step("de", [5, 6], "length")]  # as drafts are accepted
+    app = App(tmp_path, lambda call, sample: steps)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await app.stream(PATH, stream_options=options)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [3, 4, 6, 6]
+    assert (await app.complete())["usage"]["completion_tokens"] == 6
+
+
 async def test_usage_comes_at_the_end_only_unless_asked_for(app):
     chunks = await app.stream(PATH, stream_options={"include_usage": True})
     assert ["usage" in chunk for chunk in chunks] == [False, False, True]

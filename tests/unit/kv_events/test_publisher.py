@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -266,6 +267,41 @@ def test_an_idle_publisher_sends_at_once(made: list[Any]) -> None:
 )
 def test_evt_09_every_rank_has_its_own_address(endpoint: str, rank: int, expected: str) -> None:
     assert ZmqEventPublisher.offset_endpoint_port(endpoint, rank) == expected
+
+
+def test_evt_09_two_ranks_publish_and_replay_side_by_side(made: list[Any]) -> None:
+    base, again = free_ports(2), free_ports(2)
+    ranks = [
+        ZmqEventPublisher(rank, endpoint=f"tcp://*:{base}", replay_endpoint=f"tcp://*:{again}", topic="kv")
+        for rank in range(2)
+    ]
+    readers = [Subscriber(f"tcp://127.0.0.1:{base + rank}", topic="kv") for rank in range(2)]
+    made += [*ranks, *readers]
+    time.sleep(0.3)
+    for rank, (publisher, reader) in enumerate(zip(ranks, readers, strict=True)):
+        publisher.publish(batch(rank))
+        frames = reader.receive()
+        assert frames is not None
+        assert frames[:2] == [b"kv", bytes(8)]
+        assert msgspec.msgpack.decode(frames[2])[2] == rank
+        assert replay(f"tcp://127.0.0.1:{again + rank}", 0) == [frames, [b"", END, b""]]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many neighbouring ports that nobody uses."""
+    while True:
+        probes = [socket.socket() for _ in range(count)]
+        try:
+            probes[0].bind(("", 0))
+            first = int(probes[0].getsockname()[1])
+            for offset, probe in enumerate(probes[1:], 1):
+                probe.bind(("", first + offset))
+        except (OSError, OverflowError):
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+        return first
 
 
 @pytest.mark.parametrize("endpoint", ["udp://host:5", "tcp://host"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,20 @@ def test_xfer_06_ids_pass_once_all_expected_reports_are_in() -> None:
     assert last.kv_connector_output is not None
     assert last.kv_connector_output.finished_recving == last.kv_connector_output.failed_recving == {"a"}
     assert aggregator._recv_remaining_count == {}
+
+
+def test_xfer_06_the_connector_says_how_many_ranks_report() -> None:
+    declaring = SimpleNamespace(get_finished_count=lambda: 2)
+    aggregator = KVOutputAggregator.from_connector(declaring, 4)  # type: ignore[arg-type]
+    ended: set[str] = set()
+    for number in range(35):  # two of four ranks take part
+        silent = [output(), output()]
+        told = aggregator.aggregate([output(finished_sending={f"r{number}"}) for _ in range(2)] + silent)
+        assert told is not None
+        assert told.kv_connector_output is not None
+        ended |= told.kv_connector_output.finished_sending or set()
+    assert len(ended) == 35
+    assert aggregator._send_remaining_count == {}
 
 
 def test_a_failure_is_told_with_the_last_report() -> None:

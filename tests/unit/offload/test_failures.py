@@ -158,7 +158,7 @@ def test_val_10_a_store_in_flight_of_a_corrupted_request_is_not_committed() -> N
     rig.run()
     assert rig.in_tier(request) == []
     ledger = rig.manager.store_side.ledger
-    assert (ledger.stored, ledger.dropped) == (0, 2)
+    assert (ledger.done, ledger.dropped) == (0, 2)
     rig.assert_at_rest()
 
 
@@ -249,14 +249,18 @@ def test_preemption_in_every_state(specs: list[object]) -> None:
 
 
 def test_xfer_04_a_preempted_request_stores_its_own_bytes() -> None:
-    rig = Rig(device_blocks=8)
+    rig = Rig(device_blocks=6)  # 5 usable
     request = rig.add(prompt(8), max_tokens=4)
     rig.step(copies=False)
     rig.step(copies=False)  # both blocks are queued for their copy
+    (store,) = rig.mover().jobs
     rig.scheduler._preempt_request(request, 0.0)
     rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-    other = rig.add(prompt(16, seed=1), max_tokens=1)
-    rig.step(copies=False)  # writes whatever blocks it was given
+    other = rig.add(prompt(16, seed=1), max_tokens=1)  # wants four blocks and would write them
+    for _ in range(3):
+        output = rig.step(copies=False)
+        taken = {block for new in output.scheduled_new_reqs for block in new.block_ids[0]}
+        assert not taken & set(store.src_blocks)
     rig.run()
     rig.check_output(other)
     rig.evict_device()

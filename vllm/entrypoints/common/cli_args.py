@@ -95,7 +95,10 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
             help=f"CORS {name}, a JSON list.",
         )
     group.add_argument(
-        "--headless", action="store_true", help="Not supported: engines without an API server."
+        "--headless",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Not supported: engines without an API server.",
     )
     group.add_argument("--grpc", action="store_true", help="Not supported.")
     group.add_argument(

@@ -33,6 +33,7 @@ from vllm.entrypoints.openai.errors import (
     http_exception_handler,
     validation_exception_handler,
 )
+from vllm.entrypoints.openai.kv_cache import routes as cache_routes
 from vllm.entrypoints.openai.middleware import (
     AuthMiddleware,
     HttpMetrics,
@@ -88,14 +89,14 @@ def build_app(args: argparse.Namespace, engine_client: Any) -> FastAPI:
 
 def _routers(args: argparse.Namespace) -> list[APIRouter]:
     """The routers that the flags ask for."""
-    routers = [routes.router, token_routes.router]
+    routers = [routes.router, token_routes.router, cache_routes.router]
     if args.enable_tokenizer_info_endpoint:
         routers.append(routes.tokenizer_router)
     if envs.VLLM_SERVER_DEV_MODE:
         logger.warning(
             "Development routes are served (VLLM_SERVER_DEV_MODE=1): never expose this server to others"
         )
-        routers.append(dev_routes.router)
+        routers += [dev_routes.router, cache_routes.page_router]
     return [*routers, unsupported_routes.router]
 
 

@@ -227,23 +227,30 @@ class BlockIndex:
                 self._report_removed(gone)
         return found
 
-    def drop_all(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """`drop` for each of the blocks, in the shortest way: this is what an allocation from a full cache costs."""
+    def drop_all(self, blocks: Iterable[KVCacheBlock]) -> int:
+        """`drop` for each of the blocks, in the shortest way: this is what an allocation from a full cache costs.
+
+        Returns how many of them had a key.
+        """
+        before = self.num_blocks
         if self.events_enabled or self.secondary:
             for block in blocks:
                 self.drop(block)
-            return
+            return before - self.num_blocks
         pop = self.map._cache.pop
+        num_dropped = 0
         for block in blocks:
             key = block.block_hash
             if key is None:
                 continue
-            self.num_blocks -= 1
+            num_dropped += 1
             block.block_hash = block.block_hash_num_tokens = None
             entry = pop(key, None)
             if entry is not block and entry is not None:  # others hold the same content
                 self.map._cache[key] = entry
                 self.map.pop(key, block.block_id)
+        self.num_blocks = before - num_dropped
+        return num_dropped
 
     def move(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
         """Repoint the keys of `source` to `target`, which has none. Content stays reachable, so no event."""

@@ -144,9 +144,7 @@ class BlockPool:
                 if block.block_hash is not None:
                     collector.on_block_evicted(block)
                 collector.on_block_allocated(block)
-        num_cached = self.index.num_blocks
-        self.index.drop_all(taken)
-        self.num_evicted += num_cached - self.index.num_blocks
+        self.num_evicted += self.index.drop_all(taken)
         for block in taken:
             block.ref_cnt = 1
         if self._on_reuse:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm.distributed.kv_event_types import AnyKVCacheEvent, BlockStored
+from vllm.distributed.kv_event_types import AnyKVCacheEvent
 from vllm.utils.checks import check
 from vllm.utils.math_utils import cdiv, round_down
 from vllm.v1.core.block_lease import Lease
@@ -19,11 +19,7 @@ from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_kinds.base import BoundaryState
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
@@ -336,6 +332,11 @@ class KVCacheManager:
         if self.enable_caching:
             self.coordinator.cache_blocks(request, num_computed_tokens)
 
+    def cache_frontier(self, request: Request) -> None:
+        """The request ends before its prompt is computed: make what is computed of it usable from its last token on."""
+        if self.enable_caching:
+            self.coordinator.cache_frontier(request, request.num_confirmed_tokens)
+
     def evict_unconfirmed(self, request: Request, num_confirmed_tokens: int) -> None:
         """Drop the hashes of the request's blocks that cover more than that many tokens: their bytes are not valid.
 
@@ -460,11 +461,4 @@ class KVCacheManager:
 
     def take_events(self) -> list[AnyKVCacheEvent]:
         """Events since the last call; stores carry kind and window of their group."""
-        events = self.coordinator.take_events()
-        groups = self.kv_cache_config.kv_cache_groups
-        for event in events:
-            if isinstance(event, BlockStored) and event.group_idx is not None:
-                spec = groups[event.group_idx].kv_cache_spec
-                event.kv_cache_spec_kind = get_kv_cache_spec_kind(spec).value
-                event.kv_cache_spec_sliding_window = get_kv_cache_spec_sliding_window(spec)
-        return events
+        return self.coordinator.take_events()

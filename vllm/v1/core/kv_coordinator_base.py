@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from math import lcm
 
-from vllm.distributed.kv_event_types import MEDIUM_CPU, AnyKVCacheEvent
+from vllm.distributed.kv_event_types import MEDIUM_CPU, AnyKVCacheEvent, BlockStored
 from vllm.logger import init_logger
 from vllm.utils.checks import check
 from vllm.v1.core.block_hash import BlockHash
@@ -21,6 +21,8 @@ from vllm.v1.core.kv_kinds.base import CacheableRequest, SingleTypeKVCacheManage
 from vllm.v1.core.kv_kinds.factory import get_manager_for_kv_cache_spec
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
     get_mamba_prefill_checkpoint_position,
     iter_layer_specs,
 )
@@ -310,6 +312,21 @@ class KVCacheCoordinator(ABC):
                 boundaries = self._replay_boundaries(request)
             manager.cache_blocks(request, num_tokens, self.retention_interval, replay_boundaries=boundaries)
 
+    def cache_frontier(self, request: CacheableRequest, num_computed_tokens: int) -> None:
+        """The request ends inside its prompt: also hash what one needs that goes on from there.
+
+        Windows and states are kept where requests are likely to go on, which for a whole prompt is its end.
+        """
+        if self.retention_interval is None:
+            return
+        drops = bool(self.drop_eagle_group_ids)
+        boundaries = replay_boundaries(num_computed_tokens + 1, self.scheduler_block_size, drops)
+        for manager in self.single_type_managers:
+            if manager.supports_retention:
+                manager.num_cached_block.pop(request.request_id, None)
+                num_tokens = self.get_num_cacheable_tokens(num_computed_tokens, manager.kv_cache_group_id)
+                manager.cache_blocks(request, num_tokens, 0, replay_boundaries=boundaries)
+
     def _replay_boundaries(self, request: CacheableRequest) -> tuple[int, ...]:
         lookahead = self.num_hash_lookahead_tokens
         drops = bool(self.drop_eagle_group_ids)
@@ -370,8 +387,15 @@ class KVCacheCoordinator(ABC):
         return [block_id for block_id in ids if block_id not in targets]
 
     def take_events(self) -> list[AnyKVCacheEvent]:
-        """Events of all pools since the last call."""
-        return [event for pool in self.pools for event in pool.take_events()]
+        """Events of all pools since the last call; stores carry kind and window of their group."""
+        events = [event for pool in self.pools for event in pool.take_events()]
+        groups = self.kv_cache_config.kv_cache_groups
+        for event in events:
+            if isinstance(event, BlockStored) and event.group_idx is not None:
+                spec = groups[event.group_idx].kv_cache_spec
+                event.kv_cache_spec_kind = get_kv_cache_spec_kind(spec).value
+                event.kv_cache_spec_sliding_window = get_kv_cache_spec_sliding_window(spec)
+        return events
 
 
 def make_host_pool(kv_cache_config: KVCacheConfig, device_pool: BlockPool) -> BlockPool | None:

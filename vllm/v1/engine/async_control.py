@@ -23,6 +23,10 @@ class AsyncControl:
         """Every KV cache group: `{group_idx, kind, block_size, sliding_window}`."""
         return list(await self.engine_core.call_utility_async("get_kv_cache_group_metadata"))
 
+    async def get_kv_cache_reports(self) -> list[dict[str, Any] | None]:
+        """Per engine the fields of `KVCacheReport`: pools, groups, hits and transfers."""
+        return await self.engine_core.call_each_async("get_kv_cache_report")
+
     # -- caches --------------------------------------------------------------------------------------------------
 
     async def reset_prefix_cache(

@@ -87,13 +87,17 @@ class AsyncMPClient:
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """Call a method on every core; several results are joined (`all` of booleans, lists in a row, else the first)."""
+        return _joined(await self.call_each_async(method, *args))
+
+    async def call_each_async(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every core; the results in the cores' order."""
         self._start()
         futures = []
         for core in range(self.num_cores):
             frames, future = self._connection.new_call(method, args, core)
             self._send(frames)
             futures.append(asyncio.wrap_future(future))
-        return _joined(await asyncio.gather(*futures))
+        return await asyncio.gather(*futures)
 
     def _send(self, frames: list[Frame]) -> None:
         self._connection.check_alive()

@@ -222,6 +222,22 @@ class AsyncLLM(AsyncControl):
         if ids and not self.errored and not self._closed:
             self.engine_core.abort_requests_now(ids)
 
+    async def lookup_kv_cache(
+        self, prompt: Any, *, cache_salt: str | None = None, lora_request: LoRARequest | None = None
+    ) -> list[dict[str, Any] | None]:
+        """Per engine, how much of the prompt a request sent now would find cached, and where (`CacheLookup`).
+
+        Nothing is queued, counted or touched. Refuses what `generate` would refuse; None for an engine that cannot tell.
+        """
+        self._check_alive()
+        params = SamplingParams(max_tokens=1)
+        _, request = self.intake.input_processor.process_inputs(
+            "lookup", prompt, params, lora_request=lora_request, cache_salt=cache_salt
+        )
+        return await self.engine_core.call_each_async(
+            "lookup_kv_cache", request.prompt_token_ids, request.cache_salt, lora_request
+        )
+
     # -- outputs -------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:

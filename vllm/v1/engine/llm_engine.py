@@ -181,6 +181,17 @@ class LLMEngine:
             self.engine_core.call_utility("reset_prefix_cache", reset_running_requests, reset_connector)
         )
 
+    def lookup_kv_cache(self, prompt: Any, cache_salt: str | None = None) -> dict[str, Any]:
+        """How much of the prompt a request added now would find cached, and where (`CacheLookup`); changes nothing."""
+        _, request = self.input_processor.process_inputs(
+            "lookup", prompt, SamplingParams(max_tokens=1), cache_salt=cache_salt
+        )
+        return dict(self.engine_core.call_utility("lookup_kv_cache", request.prompt_token_ids, cache_salt))
+
+    def get_kv_cache_report(self) -> dict[str, Any]:
+        """Pools, groups, hits and transfers of the engine: the fields of `KVCacheReport`."""
+        return dict(self.engine_core.call_utility("get_kv_cache_report"))
+
     def reset_mm_cache(self) -> None:
         self.engine_core.call_utility("reset_mm_cache")
 

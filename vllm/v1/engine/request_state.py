@@ -182,10 +182,18 @@ class RequestState:
                 None if self.prefill_stats is None else self.prefill_stats.num_cache_creation_tokens
             ),
             kv_transfer_params=self.kv_transfer_params,
+            cached_tokens_by_source=self._cached_by_source(),
         )
 
     def _cached_tokens(self) -> int | None:
         return None if self.prefill_stats is None else self.prefill_stats.num_cached_tokens
+
+    def _cached_by_source(self) -> dict[str, int] | None:
+        if self.prefill_stats is None:
+            return None
+        return {
+            source.value: tokens for source, tokens in self.prefill_stats.cached_tokens_by_source.items()
+        }
 
     def deliver(self, output: Output | Exception) -> bool:
         """Put an output into the caller's queue; False if the caller collects outputs itself."""

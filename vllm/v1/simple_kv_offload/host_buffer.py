@@ -47,11 +47,6 @@ class HostBuffer:
                 len(self.regions),
             )
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all regions."""
-        return sum(region.numel() for region in self.regions.values())
-
     def close(self) -> None:
         """Give the memory back. Idempotent; no copy may be under way."""
         pinned, self._pinned = self._pinned, []

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.lookup import Promises
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
-from vllm.v1.simple_kv_offload.records import LoadLedger
+from vllm.v1.simple_kv_offload.records import Ledger
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import Transfer, TransferState
 
@@ -49,7 +49,7 @@ class LoadSide:
         self.loads: dict[str, Load] = {}
         self.abandoned: dict[str, Load] = {}
         self.lost_events: set[int] = set()
-        self.ledger = LoadLedger()
+        self.ledger = Ledger()
         self.failures = 0
         self._tier = tier
         self._device = device
@@ -163,7 +163,7 @@ class LoadSide:
         size = len(load.transfer)
         state = load.transfer.finish(ok=ok)
         if state is TransferState.DONE:
-            self.ledger.loaded += size
+            self.ledger.done += size
         elif state is TransferState.FAILED:
             self.ledger.failed += size
         else:
@@ -195,7 +195,7 @@ class LoadSide:
     @property
     def blocks_loaded(self) -> int:
         """Blocks that were loaded and wanted."""
-        return self.ledger.loaded
+        return self.ledger.done
 
     @property
     def has_orphans(self) -> bool:

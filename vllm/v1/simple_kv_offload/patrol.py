@@ -63,6 +63,15 @@ class HolePatrol:
         start, self._turn = self._turn, self._turn + REQUESTS_PER_STEP
         return [states[(start + i) % len(states)] for i in range(REQUESTS_PER_STEP)]
 
+    def has_work(self, stores: Stores, state: StoreRequestState) -> bool:
+        """Whether a round over this request's blocks is under way or due.
+
+        One is due when the tier has evicted something, or another request let go of its slots, since the last one.
+        """
+        if state.patrol_from:
+            return True
+        return stores.tier.evictions > 0 and state.changes_seen != self._num_changes(stores)
+
     def select_holes(
         self,
         stores: Stores,
@@ -73,12 +82,11 @@ class HolePatrol:
     ) -> None:
         """Choose blocks behind the cursors that have no copy any more, as far as unguarded slots last.
 
-        A round over all groups begins when the tier has evicted something, or another request let go
-        of its slots, since the last one. Slots that are still present become the youngest of the tier,
-        the request's first blocks last.
+        Goes on with the round under way, else begins one over all groups. Slots that are still present become the
+        youngest of the tier, the request's first blocks last.
         """
-        if not self._begin(stores, state):
-            return
+        if not state.patrol_from:
+            self._begin(stores, state)
         present: list[KVCacheBlock] = []
         missing: list[tuple[int, BlockHashWithGroupId]] = []
         budget = BLOCKS_PER_STEP
@@ -104,15 +112,12 @@ class HolePatrol:
         for block_id, key in reversed(missing):
             self._fill(stores, state, block_id, key, chosen)
 
-    def _begin(self, stores: Stores, state: StoreRequestState) -> bool:
-        if state.patrol_from:
-            return True
-        changes = stores.tier.evictions + self._dismissals
-        if stores.tier.evictions == 0 or state.changes_seen == changes:
-            return False
-        state.changes_seen = changes
+    def _begin(self, stores: Stores, state: StoreRequestState) -> None:
+        state.changes_seen = self._num_changes(stores)
         state.patrol_from = [cursor - 1 for cursor in state.num_stored_blocks]
-        return True
+
+    def _num_changes(self, stores: Stores) -> int:
+        return stores.tier.evictions + self._dismissals
 
     def _refresh(self, stores: Stores, state: StoreRequestState, slots: Sequence[KVCacheBlock]) -> None:
         for slot in slots:

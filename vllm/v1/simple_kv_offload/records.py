@@ -56,31 +56,16 @@ class BoundaryStoreStats:
     dropped_not_hashed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StoreLedger:
-    """Blocks since the start: ``scheduled = stored + failed + dropped`` once nothing is in flight."""
-
-    scheduled: int = 0
-    stored: int = 0
-    failed: int = 0
-    dropped: int = 0
-
-    @property
-    def in_flight(self) -> int:
-        """Blocks whose store is planned or under way, wanted or not."""
-        return self.scheduled - self.stored - self.failed - self.dropped
-
-
 @dataclass(slots=True)
-class LoadLedger:
-    """Blocks since the start: ``scheduled = loaded + failed + dropped`` once nothing is in flight."""
+class Ledger:
+    """Blocks of one direction since the start: ``scheduled = done + failed + dropped`` once nothing is in flight."""
 
     scheduled: int = 0
-    loaded: int = 0
+    done: int = 0
     failed: int = 0
     dropped: int = 0
 
     @property
     def in_flight(self) -> int:
-        """Blocks whose load is accepted or under way, wanted or not."""
-        return self.scheduled - self.loaded - self.failed - self.dropped
+        """Blocks whose copy is planned or under way, wanted or not."""
+        return self.scheduled - self.done - self.failed - self.dropped

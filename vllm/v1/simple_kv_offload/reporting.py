@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_report import TierReport, TransferReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.metrics import OUTCOME_TO_FIELD, MetricName, SimpleCPUOffloadStats
+from vllm.v1.simple_kv_offload.records import Ledger
 from vllm.v1.simple_kv_offload.store_side import StoreSide
 from vllm.v1.simple_kv_offload.tier import Tier
 
@@ -50,7 +51,7 @@ class StatsReporter:
             self._add(stats, MetricName.SAVE_OUTCOMES, boundary[field], (outcome,))
         ledger = stores.ledger
         for result, total in (
-            ("stored", ledger.stored),
+            ("stored", ledger.done),
             ("failed", ledger.failed),
             ("dropped", ledger.dropped),
         ):
@@ -68,33 +69,26 @@ class StatsReporter:
 
     def describe(self, tier: Tier, stores: StoreSide, loads: LoadSide, source: CacheHitSource) -> TierReport:
         """The tier and its transfers since the start; changes nothing. O(1)."""
-        stored, loaded = stores.ledger, loads.ledger
         return TierReport(
             pool=describe_pool(tier.pool, source, self._block_bytes),
             mode=self._mode,
-            pending_store_blocks=stored.in_flight,
+            pending_store_blocks=stores.ledger.in_flight,
             transfers=(
-                TransferReport(
-                    tier=source,
-                    direction="store",
-                    blocks_scheduled=stored.scheduled,
-                    blocks_in_flight=stored.in_flight,
-                    blocks_done=stored.stored,
-                    blocks_failed=stored.failed,
-                    blocks_dropped=stored.dropped,
-                    bytes_done=stored.stored * self._block_bytes,
-                ),
-                TransferReport(
-                    tier=source,
-                    direction="load",
-                    blocks_scheduled=loaded.scheduled,
-                    blocks_in_flight=loaded.in_flight,
-                    blocks_done=loaded.loaded,
-                    blocks_failed=loaded.failed,
-                    blocks_dropped=loaded.dropped,
-                    bytes_done=loaded.loaded * self._block_bytes,
-                ),
+                self._transfer_report(source, "store", stores.ledger),
+                self._transfer_report(source, "load", loads.ledger),
             ),
+        )
+
+    def _transfer_report(self, tier: CacheHitSource, direction: str, ledger: Ledger) -> TransferReport:
+        return TransferReport(
+            tier=tier,
+            direction=direction,
+            blocks_scheduled=ledger.scheduled,
+            blocks_in_flight=ledger.in_flight,
+            blocks_done=ledger.done,
+            blocks_failed=ledger.failed,
+            blocks_dropped=ledger.dropped,
+            bytes_done=ledger.done * self._block_bytes,
         )
 
     def _add(self, stats: SimpleCPUOffloadStats, name: str, total: int, labels: tuple[str, ...] = ()) -> None:

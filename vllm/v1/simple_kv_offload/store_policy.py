@@ -193,11 +193,12 @@ def expected_keys(stores: Stores, request: Request, group: int) -> Callable[[int
     return lambda index: make_block_hash_with_group_id(hashes[index], group)
 
 
-def num_full_blocks(stores: Stores, request: Request, group: int, table: Sequence[int]) -> int:
-    """Blocks of the group that are full, confirmed, hashed and in the table."""
-    size = stores.block_size(group)
+def num_full_blocks(stores: Stores, request: Request, group: int) -> int:
+    """Blocks of the group that are full, confirmed and hashed."""
     hashed = len(request.block_hashes) * stores.hash_block_size
-    return min(min(confirmed_tokens(request), hashed) // size, len(table))
+    # Blocks beyond the last position where a hit can end get their keys later; passing over them now would lose them.
+    cacheable = stores.tier.coordinator.get_num_cacheable_tokens(confirmed_tokens(request), group)
+    return min(cacheable, hashed) // stores.block_size(group)
 
 
 def keys_between(
@@ -244,7 +245,7 @@ def select_new(
     advance = [0] * len(state.num_stored_blocks)
     for group in groups:
         start = state.num_stored_blocks[group]
-        end = num_full_blocks(stores, state.request, group, table[group])
+        end = min(num_full_blocks(stores, state.request, group), len(table[group]))
         if start >= end:
             continue
         key_at = expected_keys(stores, state.request, group)

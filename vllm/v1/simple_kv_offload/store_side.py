@@ -5,8 +5,8 @@ Owns cursors, leases of stores and the ledger. It must not know loads, lookups o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.v1.core.block_hash import BlockHashWithGroupId
@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.boundary import BoundaryStores, HandOff
 from vllm.v1.simple_kv_offload.patrol import HolePatrol
-from vllm.v1.simple_kv_offload.records import StoreLedger
+from vllm.v1.simple_kv_offload.records import Ledger
 from vllm.v1.simple_kv_offload.store_policy import (
     BlockTable,
     Candidate,
@@ -24,6 +24,7 @@ from vllm.v1.simple_kv_offload.store_policy import (
     StoreRequestState,
     Stores,
     keys_between,
+    num_full_blocks,
     select_new,
     select_tail,
     stable_groups,
@@ -33,7 +34,7 @@ from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer, TransferState
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StoreSettings:
     """What stays the same: the workers' number, steps that may be in flight together, and the policy."""
 
@@ -60,7 +61,7 @@ class StoreSide:
         self.table = StoreTable(settings.num_ranks)
         self.boundary = BoundaryStores()
         self.patrol = HolePatrol()
-        self.ledger = StoreLedger()
+        self.ledger = Ledger()
         self._tier = tier
         self._settings = settings
         self._step = 0
@@ -133,12 +134,21 @@ class StoreSide:
         patrolled = {state.request.request_id for state in self.patrol.turns(scheduled)}
         for state in scheduled:
             req_id = state.request.request_id
-            table: BlockTable | None = state.block_ids
-            if block_state is not None:
+            table: BlockTable = state.block_ids
+            patrol = req_id in patrolled and self.patrol.has_work(self.stores, state)
+            # A table is as long as the request: it is only asked for where something is to be walked.
+            if block_state is not None and (patrol or self._has_new_blocks(state)):
                 table = block_state.get_block_ids(req_id) or table
-            self._plan_running(state, table or (), hand_offs.pop(req_id, ()), req_id in patrolled)
+            self._plan_running(state, table, hand_offs.pop(req_id, ()), patrol)
         for left in hand_offs.values():
             self.boundary.drop(left)
+
+    def _has_new_blocks(self, state: StoreRequestState) -> bool:
+        """Whether some cursor may move in this step."""
+        return any(
+            state.num_stored_blocks[group] < num_full_blocks(self.stores, state.request, group)
+            for group in self._stable
+        )
 
     def _plan_running(
         self, state: StoreRequestState, table: BlockTable, hand_offs: Sequence[HandOff], patrol: bool
@@ -173,7 +183,7 @@ class StoreSide:
             Transfer(owner, device, slots, keys, request_id=request_id, device_to_front=to_front)
         )
         self.in_flight.update(staged.key for staged_keys in keys for staged in staged_keys)
-        self._count(scheduled=len(candidates))
+        self.ledger.scheduled += len(candidates)
 
     def submit(self) -> tuple[int, list[Transfer]] | None:
         """Hand out everything planned under one event; None if there is nothing."""
@@ -244,12 +254,12 @@ class StoreSide:
             state.store_events.discard(event)
         size = len(transfer)
         if transfer.state is TransferState.ABANDONED:
-            self._count(dropped=size)
+            self.ledger.dropped += size
         elif ok:
             self._commit(transfer, state)
-            self._count(stored=size)
+            self.ledger.done += size
         else:
-            self._count(failed=size)
+            self.ledger.failed += size
         if transfer.state is TransferState.SUBMITTED:
             self._leave_flight(transfer)
         transfer.finish(ok=ok)
@@ -262,7 +272,7 @@ class StoreSide:
 
     def _discard(self, transfer: Transfer) -> None:
         self._leave_flight(transfer)
-        self._count(dropped=len(transfer))
+        self.ledger.dropped += len(transfer)
         transfer.discard()
 
     def _abandon(self, transfer: Transfer) -> None:
@@ -306,7 +316,3 @@ class StoreSide:
     def _positional_ends(self, ends: Sequence[int]) -> list[int]:
         """Where each group's table was walked up to; 0 where tables are not positional."""
         return [end if group in self._stable else 0 for group, end in enumerate(ends)]
-
-    def _count(self, **increments: int) -> None:
-        ledger = dataclasses.asdict(self.ledger)
-        self.ledger = StoreLedger(**{k: v + increments.get(k, 0) for k, v in ledger.items()})

@@ -11,16 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from vllm.distributed.kv_event_types import AnyKVCacheEvent, BlockStored
+from vllm.distributed.kv_event_types import AnyKVCacheEvent
 from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.simple_kv_offload.transfer import StagedKey
 
 
@@ -75,8 +71,11 @@ class Tier:
             allow_partial_hash_hits=geometry.allow_partial_hits,
             block_pool=self.pool,
         )
-        self.evictions = 0
+
+    @property
+    def evictions(self) -> int:
         """Findable slots that were taken for new content so far."""
+        return self.pool.num_evicted
 
     @property
     def num_blocks(self) -> int:
@@ -97,7 +96,7 @@ class Tier:
         self, block_hashes: Sequence[BlockHash], max_tokens: int
     ) -> tuple[tuple[Sequence[KVCacheBlock], ...], int]:
         """The longest usable prefix of these hashes: blocks per group, and its length in tokens."""
-        blocks, num_tokens, _ = self.coordinator.find_longest_cache_hit(list(block_hashes), max_tokens)
+        blocks, num_tokens, _ = self.coordinator.find_longest_cache_hit(block_hashes, max_tokens)
         return tuple(blocks), num_tokens
 
     def contains(self, key: BlockHashWithGroupId) -> bool:
@@ -119,8 +118,6 @@ class Tier:
 
     def stage(self, count: int) -> list[KVCacheBlock]:
         """Take ``count`` slots, each with one reference for the caller. ``ValueError`` if there are fewer."""
-        queue = self.pool.free_block_queue.iter_blocks_after(None)
-        self.evictions += sum(block.block_hash is not None for block in islice(queue, count))
         return self.pool.get_new_blocks(count)
 
     def commit(self, block: KVCacheBlock, keys: Iterable[StagedKey]) -> None:
@@ -136,13 +133,7 @@ class Tier:
 
     def take_events(self) -> list[AnyKVCacheEvent]:
         """Events since the last call, with the kind and the window of their group."""
-        events = self.pool.take_events()
-        for event in events:
-            if isinstance(event, BlockStored) and event.group_idx is not None:
-                spec = self.config.kv_cache_groups[event.group_idx].kv_cache_spec
-                event.kv_cache_spec_kind = get_kv_cache_spec_kind(spec).value
-                event.kv_cache_spec_sliding_window = get_kv_cache_spec_sliding_window(spec)
-        return events
+        return self.coordinator.take_events()
 
 
 def tier_kv_cache_config(kv_cache_config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:

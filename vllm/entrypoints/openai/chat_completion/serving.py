@@ -42,7 +42,7 @@ from vllm.entrypoints.openai.serving_base import (
     truncation_of,
 )
 from vllm.entrypoints.openai.sse import sse_event
-from vllm.entrypoints.openai.usage import UsageCounter, UsageInfo
+from vllm.entrypoints.openai.usage import UsageCounter, UsageInfo, joined_details
 from vllm.entrypoints.serve.utils.request_logger import RequestLogger
 from vllm.exceptions import VLLMError
 from vllm.outputs import RequestOutput
@@ -171,6 +171,11 @@ class OpenAIServingChat(OpenAIServing):
         if request.stream:
             return guarded_stream(self._stream(reply, outputs))
         return await self._whole(reply, outputs)
+
+    async def render(self, request: ChatCompletionRequest) -> RenderedPrompt:
+        """The prompt of a conversation, as the model would get it. Raises VLLMError for what would be refused."""
+        tools = ToolUse.of(request, self.settings, self.options.ids, self.renderer.tokenizer)
+        return await self._render(request, tools)
 
     async def _render(self, request: ChatCompletionRequest, tools: ToolUse) -> RenderedPrompt:
         variables = {**self.renderer.templates.default_kwargs, **(request.chat_template_kwargs or {})}
@@ -375,10 +380,5 @@ def _joined(parts: list[ChatCompletionResponse], n: int) -> ChatCompletionRespon
         completion_tokens=sum(part.usage.completion_tokens or 0 for part in parts),
         total_tokens=sum(part.usage.total_tokens for part in parts),
     )
-    details = [part.usage.prompt_tokens_details for part in parts]
-    if first.usage.prompt_tokens_details is not None:
-        usage.prompt_tokens_details = first.usage.prompt_tokens_details
-        usage.prompt_tokens_details.cached_tokens = sum(
-            d.cached_tokens or 0 for d in details if d is not None
-        )
+    usage.prompt_tokens_details = joined_details(part.usage for part in parts)
     return first.model_copy(update={"choices": choices, "usage": usage})

@@ -14,15 +14,10 @@ from vllm.v1.core.kv_kinds.base import UNLIMITED_SLOTS, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import HiSparseHotSpec, HiSparseResidentSpec, KVCacheSpec
 
 
-class FixedScratchManager(SingleTypeKVCacheManager):
-    """`blocks_per_request` blocks from the first allocation to the end of the request."""
+class ScratchManager(SingleTypeKVCacheManager):
+    """Blocks whose content means nothing to another request."""
 
     supports_prefix_lookup = False
-
-    @property
-    def blocks_per_request(self) -> int:
-        """How many blocks each request holds."""
-        return 1
 
     @classmethod
     def find_longest_cache_hit(
@@ -39,6 +34,15 @@ class FixedScratchManager(SingleTypeKVCacheManager):
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Never hits."""
         return tuple([] for _ in kv_cache_group_ids), 0
+
+
+class FixedScratchManager(ScratchManager):
+    """`blocks_per_request` blocks from the first allocation to the end of the request."""
+
+    @property
+    def blocks_per_request(self) -> int:
+        """How many blocks each request holds."""
+        return 1
 
     def get_num_blocks_to_allocate(
         self,
@@ -100,10 +104,8 @@ class HiSparseHotManager(FixedScratchManager):
         return spec.blocks_per_request
 
 
-class HiSparseResidentManager(SingleTypeKVCacheManager):
+class HiSparseResidentManager(ScratchManager):
     """Device blocks for tokens in flight; computed tokens live on the host and need no block here."""
-
-    supports_prefix_lookup = False
 
     @classmethod
     def admission_cap(
@@ -115,22 +117,6 @@ class HiSparseResidentManager(SingleTypeKVCacheManager):
                 f"HiSparseResidentManager needs a HiSparseResidentSpec, got {type(spec).__name__}"
             )
         return spec.max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
-
-    @classmethod
-    def find_longest_cache_hit(
-        cls,
-        block_hashes: Sequence[BlockHash],
-        max_length: int,
-        kv_cache_group_ids: Sequence[int],
-        block_pool: BlockPool,
-        kv_cache_spec: KVCacheSpec,
-        drop_eagle_block: bool,
-        alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Never hits."""
-        return tuple([] for _ in kv_cache_group_ids), 0
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Every computed token."""

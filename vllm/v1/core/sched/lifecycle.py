@@ -331,6 +331,8 @@ class RequestLifecycle(SchedulerInterface):
         request_id = request.request_id
         self._in_flight.drop_request(request_id)
         self._forget_unconfirmed(request)
+        if request.status is RequestStatus.FINISHED_ABORTED and request in self._inflight_prefills:
+            self.kv_cache_manager.cache_frontier(request)
         self._inflight_prefills.discard(request)
         self._sessions.close(request)
         delay, params = self._connector_finished(request)

@@ -25,6 +25,7 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
 from vllm.v1.simple_kv_offload.copy_backends.disk_file import (
     Bytes,
     SlotFile,
+    check_place,
     remove_stale_files,
     staging,
 )
@@ -66,6 +67,7 @@ class DiskBackend(CopyBackend):
             raise ValueError(
                 f"a block has {bytes_per_block(gpu_caches)} bytes on the device, {total_block_bytes} on disk"
             )
+        check_place(disk_path, num_disk_slots * total_block_bytes)
         remove_stale_files(disk_path)
         self._file = SlotFile(disk_path, num_disk_slots, total_block_bytes, use_page_cache)
         mover = _DiskMover(self._file, gpu_caches, num_buffer_slots, (load_stream, store_stream))

@@ -10,6 +10,7 @@ import fcntl
 import glob
 import mmap
 import os
+import shutil
 import stat
 import time
 import zlib
@@ -121,6 +122,28 @@ class SlotFile:
         if not keep_open:
             os.close(self._fd)
         self._fd = -1
+
+
+def check_place(path: str, num_bytes: int) -> None:
+    """`ValueError` naming the setting if no file of ``num_bytes`` can ever be made at ``path``.
+
+    Less free space than that is only told: the file grows as it is used, and stores that find no room fail alone.
+    """
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"disk_path: {folder} is not a folder that exists")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"disk_path: no files can be made in {folder}")
+    space = shutil.disk_usage(folder)
+    if num_bytes > space.total:
+        raise ValueError(
+            f"disk_path: {folder} has room for {space.total} bytes in all, the tier is to have {num_bytes}; "
+            "lower disk_capacity_bytes"
+        )
+    if num_bytes > space.free:
+        logger.warning(
+            "KV offload: %d bytes are free in %s, the tier may grow to %d.", space.free, folder, num_bytes
+        )
 
 
 def staging(num_slots: int, slot_bytes: int) -> Bytes:

@@ -47,12 +47,6 @@ class _Thread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def open_jobs(self) -> list[CopyJob]:
-        """The running job and the queued ones."""
-        with self._condition:
-            running = [self._running] if self._running is not None else []
-            return [*running, *self._queue]
-
     def close(self) -> list[CopyJob]:
         """Take no more jobs, forget the queued ones and return all open ones. Does not wait."""
         with self._condition:

@@ -41,9 +41,5 @@ class KVConnectorPromMetrics:
                 return wanted(name=name, documentation=documentation, labelnames=labels)
         raise KeyError(f"no metric class named {library_class_name!r} was handed in")
 
-    def make_per_engine(self, metric: Any) -> dict[int, Any]:
-        """One child of ``metric`` per engine index."""
-        return {index: metric.labels(*values) for index, values in self.per_engine_labelvalues.items()}
-
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's payload. The base ignores it."""

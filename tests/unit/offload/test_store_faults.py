@@ -1,0 +1,317 @@
+"""Fault cases of stores below the device and of their keys; named after their ids."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.kv_core import image, lora
+from tests.helpers.offload_rig import BLOCK, HeldMover, Rig, full, mamba, prompt, window
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
+    SimpleCPUOffloadConnector,
+)
+from vllm.v1.core.invariants import pool_problems
+
+DISK = {"kv_offload_backend": "disk", "disk_capacity_bytes": 1 << 20, "use_page_cache": True}
+
+
+def check_pools(rig: Rig) -> None:
+    """Free and used blocks of each tier add up, and the queue is as long as its counter says."""
+    for pool in (rig.scheduler.kv_cache_manager.block_pool, rig.manager.tier.pool):
+        assert pool_problems(pool) == []
+
+
+def test_off_18_a_siblings_load_never_gets_a_block_with_an_open_store() -> None:
+    child = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    children = [{**child, "kv_connector_extra_config": {"num_cpu_blocks": 32}} for _ in range(2)]
+    config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": children},
+        kv_load_failure_policy="recompute",
+    )
+    rig = Rig(device_blocks=6, connector_config=config)  # 5 usable
+    assert isinstance(rig.connector, MultiConnector)
+    worker = rig.workers[0].kv_connector
+    assert isinstance(worker, MultiConnector)
+    first, second = (mover_of(connector) for connector in worker.sub_connectors)
+    rig.generate(prompt(9, seed=1), max_tokens=1)
+    rig.evict_device()
+    rig.add(prompt(16, seed=2), max_tokens=1)
+    rig.step(copies=False)
+    rig.step(copies=False)
+    first.release()  # the sibling is done, this one still reads four of the five blocks
+    (store,) = second.jobs
+    loaded = rig.add(prompt(9, seed=1), max_tokens=1)
+    for _ in range(4):
+        rig.step(copies=False)
+        first.release()
+    assert all(not set(store.src_blocks) & set(job.dst_blocks) for job in first.launched if not job.is_store)
+    rig.run()
+    rig.check_output(loaded)
+    assert loaded.num_cached_tokens == 8, "served by the sibling"
+    assert [job.is_store for job in second.launched].count(False) == 0
+    rig.evict_device()
+    rig.connector.sub_connectors[0].reset_cache()
+    again = rig.generate(prompt(16, seed=2), max_tokens=1)  # reads, and so checks, what was stored
+    assert again.num_cached_tokens == 12
+
+
+def mover_of(connector: object) -> HeldMover:
+    assert isinstance(connector, SimpleCPUOffloadConnector)
+    assert connector.worker_handler is not None
+    assert isinstance(connector.worker_handler._backend, HeldMover)
+    return connector.worker_handler._backend
+
+
+def test_pfx_16_a_match_at_the_head_of_the_free_queue_is_claimed_before_anything_moves() -> None:
+    rig = Rig(device_blocks=8, host_blocks=3)  # 2 usable slots
+    rig.generate(prompt(9), max_tokens=1)
+    rig.evict_device()
+    matched = rig.add(prompt(9), max_tokens=2)
+    rival = rig.add(prompt(9, seed=1), max_tokens=2)  # its stores would take the very slots
+    while rig.scheduler.has_requests():
+        rig.step()
+        check_pools(rig)
+    assert matched.num_cached_tokens == 8
+    rig.check_output(matched)
+    rig.check_output(rival)
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("specs", [[full()], [full(), window()], [full(), mamba()]])
+def test_pfx_16_and_17_every_hit_carries_its_own_content_and_the_counters_add_up(
+    specs: list[Any], lazy: bool
+) -> None:
+    rig = Rig(specs=specs, device_blocks=16, host_blocks=9, lazy=lazy)
+    rng = random.Random(f"{specs} {lazy}")
+    hits = 0
+    for turn in range(30):
+        requests = [rig.add(prompt(rng.choice((9, 13, 21)), rng.randrange(4)), rng.randint(1, 3))]
+        if rng.random() < 0.5:
+            requests.append(rig.add(prompt(13, rng.randrange(4)), 2))
+        while rig.scheduler.has_requests():
+            rig.step(copies=rng.random() < 0.6)  # the model checks every byte it reads
+            check_pools(rig)
+        for request in requests:
+            rig.check_output(request)
+            hits += request.num_cached_tokens
+        if turn % 7 == 6:
+            rig.evict_device()
+    assert hits > 0
+    rig.assert_at_rest()
+
+
+def test_store_02_blocks_that_found_no_room_are_stored_by_a_later_request() -> None:
+    rig = Rig(host_blocks=10)
+    tier = rig.manager.tier
+    taken = tier.stage(tier.num_stageable - 5)
+    first = rig.generate(prompt(32), max_tokens=1)
+    assert rig.in_tier(first) == [0, 1, 2, 3, 4], "three of eight found no room"
+    rig.evict_device()
+    tier.pool.free_blocks(taken)
+    assert tier.find(first.block_hashes, 100)[1] == 5 * BLOCK
+    again = rig.generate(prompt(32), max_tokens=1)
+    assert again.num_cached_tokens == 5 * BLOCK
+    assert rig.in_tier(first) == list(range(8))
+    rig.assert_at_rest()
+
+
+def test_store_02_a_failed_store_is_tried_again_by_a_later_request() -> None:
+    rig = Rig()
+    rig.mover().fail_next = [RuntimeError("no space")]
+    first = rig.generate(prompt(17), max_tokens=1)
+    assert rig.in_tier(first) == []
+    rig.generate(prompt(17), max_tokens=1)
+    assert rig.in_tier(first) == [0, 1, 2, 3]
+    rig.assert_at_rest()
+
+
+def test_store_03_what_is_listed_but_cannot_be_read_is_a_counted_miss(tmp_path: Path) -> None:
+    rig = Rig(held=False, extra={**DISK, "disk_path": f"{tmp_path}/kv"})
+    first = rig.generate(prompt(17), max_tokens=1)
+    assert rig.in_tier(first) == [0, 1, 2, 3]
+    rig.evict_device()
+    (file,) = tmp_path.iterdir()
+    os.truncate(file, 0)
+    again = rig.generate(prompt(17), max_tokens=1)  # recomputed: the output is that of a cold run
+    assert again.num_cached_tokens == 0
+    assert rig.manager.load_side.failures == 1
+    rig.close()
+
+
+def test_store_05_nothing_unreachable_stays_on_disk_after_a_restart(tmp_path: Path) -> None:
+    for _ in range(2):
+        rig = Rig(held=False, extra={**DISK, "disk_path": f"{tmp_path}/kv"})
+        assert rig.generate(prompt(17), max_tokens=1).num_cached_tokens == 0
+        assert len(list(tmp_path.iterdir())) == 1
+        rig.close()
+        assert list(tmp_path.iterdir()) == []
+
+
+IDENTITIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "adapter": ({"lora_request": lora("A", 1, "/a")}, {"lora_request": lora("B", 2, "/b")}),
+    "adapter or none": ({"lora_request": lora("A", 1, "/a")}, {}),
+    "adapter or salt": ({"lora_request": lora("A", 1, "/a")}, {"cache_salt": "A"}),
+    "image": ({"mm_features": [image("cat", 2, 4)]}, {"mm_features": [image("dog", 2, 4)]}),
+    "salt": ({"cache_salt": "a"}, {"cache_salt": "b"}),
+}
+
+
+@pytest.mark.parametrize("case", IDENTITIES)
+def test_store_06_other_identities_never_hit_below_the_device(case: str) -> None:
+    one, other = IDENTITIES[case]
+    rig = Rig(device_blocks=16)
+    hits = []
+    for identity in (one, other, one):
+        hits.append(rig.generate(prompt(17), max_tokens=1, **identity).num_cached_tokens)
+        rig.evict_device()
+    assert hits == [0, 0, 16]
+
+
+def test_store_07_processes_started_apart_derive_the_same_keys() -> None:
+    script = (
+        "from tests.helpers.kv_core import lora, request\n"
+        "made = [request('r', range(33), cache_salt='s'), request('r', range(33), lora_request=lora('n', 1, '/p'))]\n"
+        "print([h.hex() for r in made for h in r.block_hashes], hash('text'))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    keys, salts = zip(*(output.decode().rsplit(maxsplit=1) for output in outputs), strict=True)
+    assert keys[0] == keys[1]
+    assert keys[0].count(",") == 3
+    assert salts[0] != salts[1], "the interpreters were salted differently"
+
+
+def test_store_09_a_source_has_one_hold_and_one_release() -> None:
+    rig = Rig()
+    stored = rig.generate(prompt(13), max_tokens=1)
+    rig.evict_device()
+    tier = rig.manager.tier
+    slots = [tier.get(rig.key(stored, i)) for i in range(3)]
+
+    def holds() -> list[int]:
+        return [slot.ref_cnt for slot in slots if slot is not None]
+
+    request = rig.add(prompt(14), max_tokens=1)
+    for _ in range(3):
+        rig.manager.get_num_new_matched_tokens(request, 0)
+        assert holds() == [1, 1, 1], "asking again replaces the hold"
+    rig.step(copies=False)
+    rig.manager.promises.withdraw(request.request_id)  # released already
+    assert holds() == [1, 1, 1], "the load holds its sources"
+    free = tier.num_stageable
+    assert free == tier.num_blocks - 1 - 3
+    rig.run()
+    assert holds() == [0, 0, 0]
+    rig.manager.promises.withdraw(request.request_id)
+    rig.manager.request_finished_all_groups(request, ([],))
+    assert holds() == [0, 0, 0]
+    with pytest.raises(AssertionError):
+        tier.pool.free_blocks([slots[0]])  # type: ignore[list-item]
+    rig.assert_at_rest()
+
+
+class Queue:
+    """The compute stream of a device that is behind: what it was given runs when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def run(self, count: int) -> None:
+        due, self.work[:count] = self.work[:count], []
+        for action in due:
+            action()
+
+
+class Mark:
+    """Stands for a device event."""
+
+    def __init__(self) -> None:
+        self._queue: Queue | None = None
+        self._count = 0
+
+    def record(self, queue: Queue) -> None:
+        self._queue, self._count = queue, len(queue.work)
+
+    def synchronize(self) -> None:
+        assert self._queue is not None
+        self._queue.run(self._count)
+
+
+def behind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    """Let the worker take its device for a GPU that is behind. A load runs as soon as its mark allows it."""
+    queue = Queue()
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: queue)
+    rig.worker().device = torch.device("cuda")
+    mover = rig.mover()
+    launch = mover.launch_copy
+
+    def run_loads_at_once(*arguments: Any) -> None:
+        launch(*arguments)
+        if mover.launched[-1].is_store:
+            return
+        if arguments[-1] is not None:
+            arguments[-1].synchronize()
+        mover.release()
+
+    monkeypatch.setattr(mover, "launch_copy", run_loads_at_once)
+    return queue
+
+
+def start_load(rig: Rig) -> tuple[Any, list[int]]:
+    """Send a request whose prompt is below; its load is ordered but not yet given to the device."""
+    rig.generate(prompt(17), max_tokens=1)
+    rig.evict_device()
+    request = rig.add(prompt(17), max_tokens=1)
+    output = rig.scheduler.schedule()
+    return (request, output), list(rig.manager._reqs_to_load[request.request_id].transfer_meta.gpu_block_ids)
+
+
+def test_xfer_02_a_load_waits_for_the_forward_that_still_reads_its_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    (request, output), targets = start_load(rig)
+    pages = rig.memories[0]["layer0"]
+    pages[targets] = 55  # content of the request that was there before
+    queue, seen = behind(rig, monkeypatch), []
+    queue.work.append(lambda: seen.append(pages[targets].clone()))
+    rig.finish_step(output, copies=False)
+    queue.run(len(queue.work))
+    assert len(seen) == 1
+    assert (seen[0] == 55).all(), "the load overwrote what was still being read"
+    rig.run()
+    rig.check_output(request)
+    assert request.num_cached_tokens == 16
+
+
+def test_xfer_03_a_load_lands_behind_the_zeroing_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    (request, output), targets = start_load(rig)
+    pages = rig.memories[0]["layer0"]
+    queue = behind(rig, monkeypatch)
+    queue.work.append(lambda: pages.__setitem__(targets, 0))  # ordered for a request that was cancelled
+    rig.finish_step(output, copies=False)
+    queue.run(len(queue.work))
+    rig.run()
+    rig.check_output(request)  # the model found the right bytes, not zeros
+    assert request.num_cached_tokens == 16
