@@ -18,6 +18,7 @@ PATHS = {
     "/inference/v1/abort_requests": {"request_ids": ["a"]},
     "/abort_requests": {"request_ids": ["a"]},
     "/collective_rpc": {"method": "a"},
+    "/kv_cache/lookup": {"prompt": "a"},
 }
 HARMFUL = {
     "surrogate": ('"\\ud83d"', "unpaired surrogate \\ud83d"),
