@@ -10,13 +10,18 @@ TICKS ?= 300
 ARGS ?=
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup serve test lint tidy unit e2e sim demo-offload bench clean
+COVERAGE := .coverage.brain
+COVERAGE_TESTS := tests/property tests/contract/test_connectors.py \
+	$(addprefix tests/unit/,kv_core kv_events kv_spec kv_transfer metrics offload planner sched structured_output v1)
+
+.PHONY: help setup serve test lint tidy unit e2e sim coverage demo-offload bench clean
 
 help:
 	@echo "make serve [MODEL=path|tiny:glm5_next] [PORT=8000]  serve a model (default: SmolLM2-135M-Instruct)"
 	@echo "make test                                           style, types, all tests"
 	@echo "make demo-offload                                   the CPU-offload round trip as a table"
 	@echo "make sim [SEEDS=2000] [TICKS=300]                   the deterministic simulator"
+	@echo "make coverage                                       branch coverage of the brain (L2–L5), at least 95 %"
 	@echo "make bench                                          measure, tables and plots below benchmarks/results"
 
 setup:
@@ -54,6 +59,11 @@ e2e: setup-test
 
 sim: setup-test
 	@OMP_NUM_THREADS=1 $(PY) -m tests.sim --seeds $(SEEDS) --ticks $(TICKS) $(ARGS)
+
+coverage: setup-test
+	@OMP_NUM_THREADS=1 COVERAGE_FILE=$(COVERAGE) $(PY) -m pytest -q -n 2 --dist loadfile --cov=vllm --cov-branch --cov-report= $(COVERAGE_TESTS)
+	@COVERAGE_FILE=$(COVERAGE) $(PY) -m coverage json --quiet --include 'vllm/v1/*,vllm/distributed/*' -o $(COVERAGE).json
+	@$(PY) scripts/coverage_brain.py $(COVERAGE).json
 
 bench: setup-test
 	@$(PY) benchmarks/run_all.py $(ARGS)

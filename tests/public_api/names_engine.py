@@ -22,6 +22,7 @@ EXPORTS = {
     "vllm.tokenizers": "TokenizerLike, get_tokenizer",
     "vllm.usage.usage_lib": "UsageContext",
     "vllm.platforms": "current_platform",
+    "vllm.plugins": "load_plugins_by_group, load_general_plugins",
     "vllm.v1.attention.backend": "AttentionBackend",
 }
 

@@ -27,6 +27,7 @@ from vllm.engine.arg_defaults import default_limits
 from vllm.engine.arg_table import ArgSpec, add_flag, build_table
 from vllm.engine.arg_unsupported import check_unsupported
 from vllm.logger import init_logger
+from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
 
 logger = init_logger(__name__)
@@ -80,6 +81,7 @@ class EngineArgs:
     def create_engine_config(self, usage_context: UsageContext | None = None) -> VllmConfig:
         """Build the configuration. Raises ValueError (with the field's name) for anything that cannot work."""
         _check_environment(fail=self.fail_on_environ_validation)
+        load_general_plugins()
         check_unsupported(vars(self))
         model = ModelConfig(**self._values_of(ModelConfig))
         if model.runner_type != "generate" or model.convert not in ("auto", "none"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, UnspecifiedPlatform
+from vllm.plugins import load_plugins_by_group
 from vllm.utils.registry import resolve_object
 
 logger = init_logger(__name__)
@@ -39,17 +40,14 @@ def cuda_is_likely() -> bool:
 def plugin_targets() -> dict[str, str]:
     """Active outside platforms: plugin name → "module.Class". A plugin that fails is logged and skipped."""
     found: dict[str, str] = {}
-    allowed = envs.VLLM_PLUGINS
-    for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP):
-        if allowed is not None and entry.name not in allowed:
-            continue
+    for name, plugin in load_plugins_by_group(PLUGIN_GROUP).items():
         try:
-            target = entry.load()()
+            target = plugin()
         except Exception:  # a foreign package at the edge of the process must not stop the others
-            logger.exception("Platform plugin %s failed; it is ignored", entry.name)
+            logger.exception("Platform plugin %s failed; it is ignored", name)
             continue
         if target is not None:
-            found[entry.name] = str(target)
+            found[name] = str(target)
     return found
 
 

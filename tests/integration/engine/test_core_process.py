@@ -122,6 +122,25 @@ def test_a_start_that_fails_says_why(settings: dict[str, Any], words: str) -> No
     assert set(psutil.Process().children(recursive=True)) == before
 
 
+@pytest.mark.parametrize("place", ["missing", "a file", "full"])
+def test_cfg_06_a_disk_tier_that_cannot_start_says_so_and_leaves_nothing(tmp_path: Path, place: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    extra = {"kv_offload_backend": "disk", "disk_path": str(tmp_path / "missing" / "kv")}
+    if place == "a file":
+        (tmp_path / "missing").write_text("")
+    elif place == "full":
+        (tmp_path / "missing").mkdir()
+        extra["disk_capacity_bytes"] = str(1 << 60)
+    settings = offload_settings()
+    settings["kv_transfer_config"]["kv_connector_extra_config"] = extra
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="disk_path"):
+        start(**settings)
+    assert time.monotonic() - began < 20
+    assert set(psutil.Process().children(recursive=True)) == before
+    assert not list(tmp_path.rglob("kv*"))
+
+
 def test_a_poisoned_request_does_not_harm_the_process(shared: LLMEngine) -> None:
     assert run(shared, {"bad": [5, *POISON]})["bad"].outputs[0].finish_reason == "error"
     assert run(shared, {"good": [5, 6]})["good"].outputs[0].finish_reason == "length"

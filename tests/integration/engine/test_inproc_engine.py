@@ -1,9 +1,12 @@
 """A tiny model, the core in this process: text, caches, tiers, n > 1, failures of single requests."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from tests.helpers.engine_configs import engine_args, offload_settings
 from tests.helpers.faulty_executors import POISON
@@ -84,6 +87,52 @@ def test_prefix_cache_and_cpu_tier_give_the_same_tokens(name: str) -> None:
     assert tokens(fresh) == tokens(again) == tokens(from_host) == tokens(cold)
 
 
+def test_pfx_14_a_reset_empties_all_tiers_or_names_those_it_left() -> None:
+    engine = start(**offload_settings())
+    prompt = prompt_of(100)
+
+    def reset(connector: bool) -> dict[str, Any]:
+        report: dict[str, Any] = engine.engine_core.call_utility(
+            "reset_prefix_cache_detailed", False, connector
+        )
+        return report
+
+    run(engine, {"a": prompt})
+    assert run(engine, {"b": prompt})["b"].num_cached_tokens == 96
+    report = reset(connector=False)
+    assert report["success"]
+    device, below = report["tiers"]
+    assert (device["asked"], device["success"], device["blocks_cached"]) == (True, True, 0)
+    assert (below["asked"], below["success"], below["blocks_cached"]) == (False, None, 6)
+    assert run(engine, {"c": prompt})["c"].num_cached_tokens == 96, "what was left is used"
+    report = reset(connector=True)
+    assert report["success"]
+    assert all(tier["success"] and tier["blocks_cached"] == 0 for tier in report["tiers"])
+    assert run(engine, {"d": prompt})["d"].num_cached_tokens == 0
+
+
+def test_evt_11_events_leave_the_layout_of_a_hybrid_model_alone() -> None:
+    endpoint = "inproc://evt-11"
+    plain = start("glm5_next")
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    evented = start("glm5_next", kv_events_config=config)
+    assert plain.cache_config.num_gpu_blocks == evented.cache_config.num_gpu_blocks
+    groups = [engine.engine_core.call_utility("get_kv_cache_group_metadata") for engine in (plain, evented)]
+    assert groups[0] == groups[1]
+    assert len(groups[0]) > 1
+    reader = zmq.Context.instance().socket(zmq.SUB)
+    reader.setsockopt(zmq.SUBSCRIBE, b"")
+    reader.connect(endpoint)
+    time.sleep(0.1)
+    run(evented, {"a": prompt_of(200)})
+    assert reader.poll(2000)
+    events = msgspec.msgpack.decode(reader.recv_multipart()[2])[1]
+    stored = [event for event in events if event["type"] == "BlockStored"]
+    assert {event["group_idx"] for event in stored} <= set(range(len(groups[0])))
+    assert stored
+    reader.close(linger=0)
+
+
 def test_text_stop_strings_and_logprobs() -> None:
     engine = start()
     text = run(engine, {"a": "hello"}, greedy(24))["a"].outputs[0].text
@@ -110,6 +159,13 @@ def test_pfx_13_prompt_logprobs_do_not_depend_on_the_cache() -> None:
     for one, two, token in zip(
         first.prompt_logprobs[1:], second.prompt_logprobs[1:], prompt[1:], strict=True
     ):
+        assert one is not None
+        assert two is not None
+        assert one[token].logprob == pytest.approx(two[token].logprob, abs=1e-4)
+    uncached = start(enable_prefix_caching=False)
+    cold = run(uncached, {"a": prompt}, greedy(prompt_logprobs=1))["a"].prompt_logprobs
+    assert cold is not None
+    for one, two, token in zip(cold[1:], second.prompt_logprobs[1:], prompt[1:], strict=True):
         assert one is not None
         assert two is not None
         assert one[token].logprob == pytest.approx(two[token].logprob, abs=1e-4)

@@ -115,6 +115,20 @@ async def test_api_01_stop_strings(client):
         assert all(chunk["text"] for chunk in chunks[:-1])
 
 
+async def test_api_04_a_prompt_that_ends_inside_a_character(client, engine):
+    tokenizer = await engine.get_tokenizer()
+    ids = tokenizer.encode("Hello world 語")
+    letter = tokenizer.encode("a")[-1]
+    assert "語" not in tokenizer.decode(ids[:-1]), "the last token completes the character"
+    for answer, expected in ((ids[-1], "語"), (letter, "a")):
+        body = {"prompt": ids[:-1], "max_tokens": 1, "allowed_token_ids": [answer], **GREEDY}
+        whole = (await ok(client, COMPLETIONS, **body))["choices"][0]["text"]
+        texts = [chunk["choices"][0]["text"] for chunk in await stream(client, COMPLETIONS, **body)]
+        assert whole == "".join(texts)
+        assert whole.strip("\ufffd") == expected
+        assert "Hello" not in whole
+
+
 async def test_cached_tokens_and_resets(client):
     body = {"prompt": [5 + n % 200 for n in range(40)], "max_tokens": 2, **GREEDY}
     await client.post("/reset_prefix_cache")

@@ -113,6 +113,25 @@ def test_pfx_16_and_17_every_hit_carries_its_own_content_and_the_counters_add_up
     rig.assert_at_rest()
 
 
+def test_pfx_14_a_reset_beside_a_transfer_says_so_and_leaves_nothing_to_hit() -> None:
+    rig = Rig()
+    first = rig.generate(prompt(17), max_tokens=1)
+    busy = rig.add(prompt(9, seed=1), max_tokens=1)
+    rig.step(copies=False)
+    rig.step(copies=False)
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True) is False
+    report = rig.scheduler.reset_prefix_cache_report
+    assert report is not None
+    assert "transfers" in report["reason"]
+    assert rig.in_tier(first) == rig.in_tier(busy) == []
+    assert rig.scheduler.kv_cache_manager.get_computed_blocks(rig.make_request(prompt(17)))[1] == 0
+    rig.run()
+    assert rig.in_tier(busy) == [], "what was under way comes to nothing"
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True) is True
+    assert rig.generate(prompt(17), max_tokens=1).num_cached_tokens == 0
+    rig.assert_at_rest()
+
+
 def test_store_02_blocks_that_found_no_room_are_stored_by_a_later_request() -> None:
     rig = Rig(host_blocks=10)
     tier = rig.manager.tier

@@ -16,6 +16,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
+from vllm.plugins import load_general_plugins
 from vllm.utils.clock import Clock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_control import CoreControl, PauseMode
@@ -60,6 +61,7 @@ class EngineCore:
         progress: Progress = logger.info,
         clock: Clock | None = None,
     ) -> None:
+        load_general_plugins()
         self.vllm_config = vllm_config
         self.log_stats = log_stats
         parts = build_engine(vllm_config, executor_class, log_stats, progress, clock)

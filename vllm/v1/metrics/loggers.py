@@ -6,7 +6,6 @@ never disturbs what it measures.
 
 from __future__ import annotations
 
-import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,6 +14,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.logger import init_logger
+from vllm.plugins import load_plugins_by_group
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.v1.metrics.prometheus import PrometheusMetrics
 from vllm.v1.metrics.stats import KV_FETCH_STAGES, CachingMetrics, IterationStats, SchedulerStats
@@ -155,7 +155,7 @@ class StatLoggerManager:
         factories: list[StatLoggerFactory] = [
             LoggingStatLogger,
             *(custom_stat_loggers or ()),
-            *_plugin_factories(),
+            *load_plugins_by_group(STAT_LOGGER_PLUGINS).values(),
         ]
         self.per_engine: dict[int, list[StatLoggerBase]] = {
             index: [factory(vllm_config, index) for factory in factories] for index in engine_idxs
@@ -215,17 +215,3 @@ class StatLoggerManager:
             if name not in self._failed:
                 self._failed.add(name)
                 logger.exception("Statistics sink %s failed; further failures of it are not logged.", name)
-
-
-def _plugin_factories() -> list[StatLoggerFactory]:
-    """Sinks of outside packages; one that cannot be loaded is logged and left out."""
-    wanted = envs.VLLM_PLUGINS
-    factories: list[StatLoggerFactory] = []
-    for entry in importlib.metadata.entry_points(group=STAT_LOGGER_PLUGINS):
-        if wanted is not None and entry.name not in wanted:
-            continue
-        try:
-            factories.append(entry.load())
-        except Exception:
-            logger.exception("Statistics plugin %s cannot be loaded.", entry.name)
-    return factories

@@ -15,6 +15,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 from vllm.utils.registry import resolve_object
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -209,6 +210,7 @@ class WorkerWrapperBase:
 
     def init_worker(self, kwargs: dict[str, Any]) -> None:
         """Build the worker. `TypeError` if the configured class is no worker or the mix-in clashes with it."""
+        load_general_plugins()
         parallel_config = self.vllm_config.parallel_config
         target = parallel_config.worker_cls
         worker_class = resolve_object(current_platform.worker_cls if target == "auto" else target)

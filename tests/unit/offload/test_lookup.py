@@ -1,0 +1,72 @@
+"""What a request is promised from the tier: held until taken, shortened only where a prefix can end, else refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.offload_rig import Rig, full, prompt, window
+
+
+def warm(rig: Rig, length: int = 25) -> None:
+    rig.generate(prompt(length), max_tokens=1)
+    rig.evict_device()
+
+
+def test_a_request_that_must_not_read_is_promised_nothing() -> None:
+    rig = Rig()
+    warm(rig)
+    request = rig.make_request(prompt(25))
+    request.skip_reading_prefix_cache = True
+    assert rig.manager.promises.lookup(request, 0) == 0
+    assert rig.manager.peek_matched_tokens(request, 0) == 0
+    assert len(rig.manager.promises) == 0
+
+
+def test_nothing_is_promised_behind_a_prefix_that_ends_inside_a_block() -> None:
+    rig = Rig()
+    warm(rig)
+    request = rig.make_request(prompt(25))
+    assert rig.manager.promises.lookup(request, 6) == 0
+    assert rig.manager.promises.lookup(request, 24) == 0, "nothing is left to load"
+    assert rig.manager.promises.lookup(request, 8) == 16
+
+
+def test_a_promise_is_held_until_it_is_withdrawn() -> None:
+    rig = Rig()
+    warm(rig)
+    requests = [rig.make_request(prompt(25)) for _ in range(2)]
+    for request in requests:
+        assert rig.manager.promises.lookup(request, 0) == 24
+    pool = rig.manager.cpu_block_pool
+    assert len(pool.leases) == 2
+    rig.manager.promises.withdraw(requests[0].request_id)
+    assert len(pool.leases) == 1
+    rig.manager.promises.withdraw_all()
+    assert not pool.leases
+
+
+@pytest.mark.parametrize(("specs", "taken", "delivered"), [("full", 16, True), ("window", 16, False)])
+def test_less_than_promised_is_delivered_if_a_prefix_can_end_there(
+    specs: str, taken: int, delivered: bool
+) -> None:
+    rig = Rig([full()] if specs == "full" else [full(), window()])
+    warm(rig)
+    request = rig.make_request(prompt(25))
+    assert rig.manager.promises.lookup(request, 0) == 24
+    accepted = rig.manager.promises.accept(request, taken)
+    assert (accepted is not None) == delivered, "a window that ends earlier was not kept"
+    if accepted is not None:
+        plan, lease = accepted
+        assert plan.positions == [(0, index) for index in range(taken // 4)]
+        lease.release()
+    assert not rig.manager.cpu_block_pool.leases
+
+
+def test_more_than_promised_is_refused() -> None:
+    rig = Rig()
+    warm(rig)
+    request = rig.make_request(prompt(25))
+    rig.manager.promises.lookup(request, 16)
+    assert rig.manager.promises.accept(request, 12) is None
+    assert rig.manager.promises.accept(request, 8) is None, "the promise is over"
+    assert not rig.manager.cpu_block_pool.leases
