@@ -32,7 +32,8 @@ async def get_lookup(
 ) -> Response:
     """The same for a text in the query."""
     fields = {"prompt": prompt, "model": model, "cache_salt": cache_salt}
-    request = CacheLookupRequest(**{name: value for name, value in fields.items() if value is not None})
+    given = {name: value for name, value in fields.items() if value is not None}
+    request = CacheLookupRequest.model_validate(given)
     return await reply(lookup(request, serving(raw_request)), raw_request)
 
 

@@ -15,6 +15,7 @@ from vllm.entrypoints.openai.kv_cache.protocol import (
     CacheLookupRequest,
     CacheLookupResponse,
     CachePool,
+    CacheRequests,
     CacheStats,
     CacheTier,
     CacheTransfers,
@@ -103,7 +104,9 @@ def join_reports(reports: Sequence[Report]) -> CacheStats:
             CacheTransfers(**transfer) for transfer in _added(reports, "transfers", ("tier", "direction"))
         ],
         pending_store_blocks=sum(report["pending_store_blocks"] for report in reports),
-        requests={name: sum(report["requests"][name] for report in reports) for name in first["requests"]},
+        requests=CacheRequests(
+            **{name: sum(report["requests"][name] for report in reports) for name in first["requests"]}
+        ),
     )
 
 
