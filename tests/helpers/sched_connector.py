@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+from tests.helpers.sched import Driver, full, make_scheduler
 from tests.helpers.sched_worker import FakeWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
@@ -197,3 +199,21 @@ class LoadRunner:
             self._report.invalid_block_ids |= bad
         else:
             self._report.failed_recving |= {load.request_id}
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(seed * 7 + i * 3) % 50 for i in range(length)]
+
+
+def with_connector(
+    num_blocks: int, *, load_async: bool = True, policy: str = "recompute", **config: Any
+) -> tuple[Driver, FakeConnector, LoadRunner]:
+    """A scheduler of one full-attention group with an external store."""
+    connector = FakeConnector(4, load_async=load_async)
+    transfer = SimpleNamespace(kv_connector=None, is_kv_consumer=True, kv_load_failure_policy=policy)
+    depth = 2 if config.get("looks_ahead") else 1
+    scheduler = make_scheduler(
+        [full(4)], num_blocks, connector=connector, kv_transfer_config=transfer, **config
+    )
+    driver = Driver(scheduler, depth=depth)
+    return driver, connector, LoadRunner(driver.worker, connector)

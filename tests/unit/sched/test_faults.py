@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,27 +17,9 @@ from tests.helpers.sched import (
     mamba,
     ring,
 )
-from tests.helpers.sched_connector import FakeConnector, LoadRunner
+from tests.helpers.sched_connector import prompt, with_connector
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [(seed * 7 + i * 3) % 50 for i in range(length)]
-
-
-def with_connector(
-    num_blocks: int, *, load_async: bool = True, policy: str = "recompute", **config: Any
-) -> tuple[Driver, FakeConnector, LoadRunner]:
-    """A scheduler of one full-attention group with an external store."""
-    connector = FakeConnector(4, load_async=load_async)
-    transfer = SimpleNamespace(kv_connector=None, is_kv_consumer=True, kv_load_failure_policy=policy)
-    depth = 2 if config.get("looks_ahead") else 1
-    scheduler = make_scheduler(
-        [full(4)], num_blocks, connector=connector, kv_transfer_config=transfer, **config
-    )
-    driver = Driver(scheduler, depth=depth)
-    return driver, connector, LoadRunner(driver.worker, connector)
 
 
 def test_sch_01_a_loaded_request_is_promoted_whatever_the_queue_head_does() -> None:
@@ -218,6 +198,19 @@ def test_sch_11_two_full_prompt_loads_never_fill_the_pool_exactly(
     driver.assert_at_rest()
 
 
+@pytest.mark.parametrize(("tail", "num_lookahead_tokens"), [(1, 0), (1, 3), (30, 0)])
+def test_sch_11_a_load_that_just_fits_is_not_refused(tail: int, num_lookahead_tokens: int) -> None:
+    tokens = prompt(32 + tail, 1)
+    usable = -(-(len(tokens) + num_lookahead_tokens) // 4)
+    driver, connector, _ = with_connector(usable + 1, num_lookahead_tokens=num_lookahead_tokens)
+    connector.remember(tokens[:32])
+    driver.add("a", tokens, max_tokens=1)
+    driver.run()
+    assert connector.allocations[0] == ("a", 32), "what follows the load is counted once"
+    assert driver.outputs["a"] == expected_output(tokens, 1)
+    driver.assert_at_rest()
+
+
 def test_sch_12_deferred_frees_are_waited_for_instead_of_preempting_everybody() -> None:
     driver, connector, _ = with_connector(17, looks_ahead=True)
     scheduler = driver.scheduler
@@ -379,101 +372,6 @@ def test_off_11_abort_of_a_request_that_was_never_scheduled() -> None:
     assert driver.outputs["a"] == expected_output(prompt(9), 4)
     assert connector.finished["b"][1] == ([],)
     driver.assert_at_rest()
-
-
-def test_met_01_recomputing_after_preemption_is_no_hit() -> None:
-    scheduler = make_scheduler([full(4)], 13, log_stats=True)
-    driver = Driver(scheduler)
-    driver.add("a", prompt(15), max_tokens=12)
-    driver.add("b", prompt(15, 1), max_tokens=12)
-    queries = hits = preempted_hits = preemptions = 0
-    for _ in range(60):
-        driver.schedule()
-        for message in driver.apply().values():
-            stats = message.scheduler_stats
-            if stats is not None:
-                queries += stats.prefix_cache_stats.queries
-                hits += stats.prefix_cache_stats.hits
-                preempted_hits += stats.prefix_cache_stats.preempted_hits
-                preemptions += stats.num_preempted_reqs
-    assert preemptions == 1
-    assert (queries, hits) == (30, 0)
-    assert preempted_hits > 0
-
-
-def test_met_02_retries_of_an_admission_count_once() -> None:
-    scheduler = make_scheduler([full(4)], 36, log_stats=True)
-    driver = Driver(scheduler)
-    driver.add("warm", prompt(49), max_tokens=1)
-    driver.run()
-    driver.add("blocker", prompt(60, 9), max_tokens=20)
-    driver.step()
-    assert scheduler.make_stats() is not None
-    driver.add("a", [*prompt(48), *prompt(52, 5)], max_tokens=1)
-    totals = Counter()  # type: ignore[var-annotated]
-    for attempt in range(10):
-        if attempt == 9:
-            scheduler.finish_requests("blocker", RequestStatus.FINISHED_ABORTED)
-        driver.schedule()
-        for message in driver.apply().values():
-            if message.scheduler_stats is not None:
-                figures = message.scheduler_stats.prefix_cache_stats
-                totals.update(requests=figures.requests, queries=figures.queries, hits=figures.hits)
-        assert len(scheduler.waiting) == (attempt < 9)
-    assert totals == {"requests": 1, "queries": 100, "hits": 48}
-
-
-def test_met_02_a_connector_that_is_not_ready_counts_nothing() -> None:
-    driver, connector, _ = with_connector(40, log_stats=True)
-    connector.remember(prompt(16))
-    connector.not_ready.add("a")
-    driver.add("a", prompt(20), max_tokens=1)
-    for _ in range(3):
-        driver.schedule()
-        driver.apply()
-        assert driver.scheduler.connector_prefix_cache_stats.requests == 0  # type: ignore[union-attr]
-    assert driver.scheduler.deferred_loads == ["a"]
-    connector.not_ready.clear()
-    driver.schedule()
-    stats = driver.scheduler.connector_prefix_cache_stats
-    assert stats is not None
-    assert (stats.requests, stats.queries, stats.hits) == (1, 20, 16)
-    driver.apply()
-    driver.run()
-    driver.assert_at_rest()
-
-
-def test_met_04_figures_of_a_prefill_are_never_negative() -> None:
-    from vllm.v1.metrics.stats import PrefillStats
-
-    stats = PrefillStats()
-    stats.set(100, 768, 8448)
-    assert (stats.num_local_cached_tokens, stats.num_external_cached_tokens) == (100, 0)
-    stats.set(100, -5, 40)
-    assert (stats.num_cached_tokens, stats.num_computed_tokens) == (40, 60)
-
-
-def test_met_07_a_decode_node_reports_the_hits_of_the_prefill_side() -> None:
-    driver, connector, _ = with_connector(40)
-    connector.remember(prompt(100))
-    params = {"kv_transfer_params": {"do_remote_prefill": True, "remote_prefill_cached_tokens": 0}}
-    driver.add("cold", prompt(100), max_tokens=1, extra_args=params)
-    driver.run()
-    figures = driver.ends["cold"].prefill_stats
-    assert figures is not None
-    assert figures.num_cached_tokens == 0
-
-
-def test_met_07_the_prefill_side_tells_its_hits_with_the_transfer() -> None:
-    driver, connector, _ = with_connector(40)
-    driver.add("warm", prompt(20), max_tokens=1)
-    driver.run()
-    connector.store.clear()
-    original = connector.request_finished_all_groups
-    connector.request_finished_all_groups = lambda request, ids: (original(request, ids)[0], {"x": 1})  # type: ignore[method-assign]
-    driver.add("again", prompt(20), max_tokens=1)
-    driver.run()
-    assert driver.ends["again"].kv_transfer_params == {"x": 1, "remote_prefill_cached_tokens": 16}
 
 
 def test_val_10_a_request_with_nan_logits_ends_alone_and_leaves_no_cache() -> None:

@@ -212,7 +212,6 @@ class WaitingPass(Results):
             new_computed_blocks=hit.blocks,
             num_external_computed_tokens=hit.num_external,
             delay_cache_blocks=True,
-            full_sequence_must_fit=self.params.reserve_full_isl,
             reserved_blocks=self._blocks_spoken_for(request, hit),
             has_scheduled_reqs=bool(self.running),
             skip_zeroing_group_ids=connector.get_loaded_kv_cache_group_ids(request)
@@ -230,11 +229,14 @@ class WaitingPass(Results):
         return Verdict.LOADING
 
     def _blocks_spoken_for(self, request: Request, hit: Hit) -> int:
-        """Blocks that must stay free beside a load: first steps after loads, and the rest of admitted prompts."""
+        """Blocks that must stay free beside a load: for what follows it (the first step, or the whole prompt where that
+        has to fit), first steps after other loads, and the rest of admitted prompts.
+        """
         manager, lookahead = self.kv_cache_manager, self.params.num_lookahead_tokens
-        total = blocks_between(
-            manager, request, hit.num_cached, self._first_step_end(request, hit.num_cached)
-        )
+        end = self._first_step_end(request, hit.num_cached)
+        if self.params.reserve_full_isl:
+            end = max(end, request.num_tokens)
+        total = blocks_between(manager, request, hit.num_cached, end)
         for holder in self.kv_holding_waiting:
             if holder.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
                 end = self._first_step_end(holder, holder.num_computed_tokens)
