@@ -1,6 +1,6 @@
 """Recounts the state of the KV core from scratch and says what does not add up. Layer: L3.
 
-Used by the simulator, the idle check and tests. Reads everything, changes nothing; a private view of the parts is
+Used by the simulator and by tests. Reads everything, changes nothing; a private view of the parts is
 offered here so that tests need none.
 """
 
