@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import signal
 import socket
@@ -19,27 +20,43 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from demo_model import MODEL_NAME, resolve_model
 
 CPU_POOL_BYTES = 1 << 30
+EVENTS_PORT = 5557
 READY_POLL_S = 0.2
 
 
-def events_endpoint() -> str:
-    """The usual KV event port, or one chosen by the system where that port is taken."""
-    with socket.socket() as probe:
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there. Connections that a stopped server left behind do not count."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("0.0.0.0", 5557))
-        except OSError:
-            return "tcp://*:0"
-    return "tcp://*:5557"
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
 
 
-def command(model: Path, name: str, args: argparse.Namespace, extra: list[str]) -> list[str]:
+def events_endpoint(claim: socket.socket) -> str:
+    """The usual KV event port, or one chosen by the system where that port is taken.
+
+    The engine binds the port only seconds later, so two demo servers that start together must not both see it free:
+    `claim`, an unbound Unix socket, takes the port's name until this process ends.
+    """
+    try:
+        claim.bind(f"\0vllm-serve-events-{EVENTS_PORT}")
+    except OSError:
+        return "tcp://*:0"
+    return f"tcp://*:{EVENTS_PORT if port_is_free('0.0.0.0', EVENTS_PORT) else 0}"
+
+
+def command(model: Path, name: str, events: str, args: argparse.Namespace, extra: list[str]) -> list[str]:
     """The `vllm serve` command line."""
     transfer = {
         "kv_connector": "SimpleCPUOffloadConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": CPU_POOL_BYTES},
     }
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events_endpoint()}
+    publishing = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events}
     return [
         str(Path(sys.executable).with_name("vllm")),
         "serve",
@@ -49,9 +66,15 @@ def command(model: Path, name: str, args: argparse.Namespace, extra: list[str]) 
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
         *("--kv-transfer-config", json.dumps(transfer)),
-        *("--kv-events-config", json.dumps(events)),
+        *("--kv-events-config", json.dumps(publishing)),
         *extra,
     ]
+
+
+def example_body(name: str) -> dict[str, object]:
+    """A first request. Greedy and bounded: a small model at temperature 1 may ramble up to its context length."""
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    return {"model": name, "messages": messages, "temperature": 0, "max_tokens": 64}
 
 
 def announce(url: str, name: str, child: subprocess.Popen[bytes]) -> None:
@@ -65,23 +88,28 @@ def announce(url: str, name: str, child: subprocess.Popen[bytes]) -> None:
             time.sleep(READY_POLL_S)
     if child.poll() is not None:
         return
-    body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    body = json.dumps(example_body(name))
     print(
-        f"\nReady. Try:\n\n  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n",
+        f"\nReady. Try:\n\n  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n",
         flush=True,
     )
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Exit status of the server."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    args, extra = parser.parse_known_args()
+    args, extra = parser.parse_known_args(argv)
+    # Else the other server's answer would look like ours.
+    if not port_is_free(args.host, args.port):
+        print(f"[serve] error: port {args.port} of {args.host} is in use: make serve PORT=…", file=sys.stderr)
+        return 1
     model = resolve_model(args.model)
     name = args.model or MODEL_NAME
-    child = subprocess.Popen(command(model, name, args, extra))
+    claim = socket.socket(socket.AF_UNIX)
+    child = subprocess.Popen(command(model, name, events_endpoint(claim), args, extra))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: child.send_signal(received))
     threading.Thread(

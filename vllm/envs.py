@@ -53,6 +53,7 @@ VARIABLES: dict[str, EnvVar] = {
         _flag, False, "Accept max_model_len beyond what config.json states."
     ),
     "VLLM_API_KEY": EnvVar(str, None, "API key of the HTTP server when --api-key is not given."),
+    "VLLM_CACHE_ROOT": EnvVar(str, "~/.cache/vllm", "Folder of fetched and made demo checkpoints (scripts)."),
     "VLLM_COMPUTE_NANS_IN_LOGITS": EnvVar(
         _flag, False, "Count NaN logits per request and export the counter."
     ),
@@ -100,6 +101,7 @@ VARIABLES: dict[str, EnvVar] = {
 VLLM_ALLOW_INSECURE_SERIALIZATION: bool
 VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool
 VLLM_API_KEY: str | None
+VLLM_CACHE_ROOT: str
 VLLM_COMPUTE_NANS_IN_LOGITS: bool
 VLLM_CONFIGURE_LOGGING: bool
 VLLM_CPU_KVCACHE_SPACE: float | None

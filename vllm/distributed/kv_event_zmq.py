@@ -111,7 +111,7 @@ class ZmqEventPublisher(EventPublisher):
         # From here on only the thread touches the sockets; its start orders the two.
         self._thread = threading.Thread(target=self._run, name="zmq-publisher", daemon=True)
         self._thread.start()
-        logger.info("KV events are published on %s, replay on %s", bound, bound_replay)
+        logger.info("KV events are published on %s, replay on %s", bound, bound_replay or "no endpoint")
 
     # -- called by the core -------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from vllm.entrypoints.common.frontend_args import FrontendArgs
 from vllm.entrypoints.openai import cli_args as facade
 from vllm.entrypoints.openai.models.protocol import LoRAModulePath
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.exceptions import EngineStartError
 from vllm.version import __version__
 
 # Flags of the server itself with their defaults in the public interface.
@@ -238,6 +239,17 @@ def test_mendable_errors_are_one_line(capsys, tmp_path):
     assert "--enable-eplb=True is not supported" in capsys.readouterr().err
     assert main.main(["serve", str(tmp_path / "nowhere")]) == 1
     assert str(tmp_path / "nowhere") in capsys.readouterr().err
+
+
+def test_an_engine_that_cannot_start_is_one_line(monkeypatch, capsys):
+    def failing(argv):
+        raise EngineStartError("The engine core could not start: the port is taken")
+
+    monkeypatch.setattr(main, "resolve_object", lambda target: failing)
+    assert main.main(["serve"]) == 1
+    assert (
+        capsys.readouterr().err == "vllm serve: error: The engine core could not start: the port is taken\n"
+    )
 
 
 def test_interrupts_end_with_their_status(monkeypatch):

@@ -228,11 +228,12 @@ def test_stats_add_up_and_are_logged() -> None:
     assert stats.is_empty()
     stats.increase_counter(MetricName.LOAD_BLOCKS, 2)
     stats.set_gauge(MetricName.USED_BLOCKS, 5)
+    stats.set_gauge(MetricName.PENDING_STORE_BLOCKS, 0)
     other = SimpleCPUOffloadStats()
     other.increase_counter(MetricName.LOAD_BLOCKS, 3)
     other.set_gauge(MetricName.USED_BLOCKS, 7)
     stats.aggregate(other)
-    assert stats.reduce() == {"load_blocks_total": 5, "used_blocks": 7}
+    assert stats.reduce() == {"load_blocks_total": 5, "used_blocks": 7, "pending_store_blocks": 0}
     logging = KVConnectorLogging(transfer("SimpleCPUOffloadConnector"))
     logging.observe(stats.to_dict())
     lines: list[str] = []

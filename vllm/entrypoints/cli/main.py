@@ -12,6 +12,7 @@ from typing import Final, cast
 from vllm.entrypoints.common.startup import cli_env_setup
 from vllm.logger import init_logger
 from vllm.utils.registry import resolve_object
+from vllm.v1.engine.exceptions import EngineStartError
 from vllm.version import __version__
 
 logger = init_logger(__name__)
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = cast(Command, resolve_object(COMMANDS[name][0]))
     try:
         return command(rest)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, EngineStartError) as error:
         logger.debug("vllm %s failed", name, exc_info=error)
         print(f"vllm {name}: error: {error}", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.engine.core_main import CoreStart, run_core
+from vllm.v1.engine.exceptions import EngineStartError
 from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
@@ -253,13 +254,13 @@ def _handshake(cores: CoreProcesses, socket: zmq.Socket[bytes]) -> None:
             cores.resolved = message["resolved"]
             waiting.discard(identity)
         elif message["status"] == "FAILED":
-            raise RuntimeError(f"The engine core could not start: {message['error']}")
+            raise EngineStartError(f"The engine core could not start: {message['error']}")
 
 
 def _check_alive(cores: CoreProcesses, phase: str) -> None:
     for process in cores.processes:
         status = process.wait(0)
         if status is not None:
-            raise RuntimeError(
+            raise EngineStartError(
                 f"Engine core process {process.pid} ended with status {status} while {phase}; see its log above."
             )

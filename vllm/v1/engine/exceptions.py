@@ -13,6 +13,10 @@ class EngineGenerateError(Exception):
     """One `generate` call failed; the engine itself goes on. Recoverable."""
 
 
+class EngineStartError(RuntimeError):
+    """The engine core could not start. Its own log tells the cause; the message names it."""
+
+
 class EngineDeadError(Exception):
     """The engine core is gone; no request can be served any more. Not recoverable.
 

@@ -143,9 +143,7 @@ def _note_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
     cache_config.kv_cache_size_tokens = tokens
     cache_config.kv_cache_max_concurrency = concurrency
     logger.info(
-        "KV cache: %d blocks in %d groups, %d tokens; %.2f requests of %d tokens fit at once.",
-        kv_cache_config.num_blocks,
-        len(kv_cache_config.kv_cache_groups),
+        "KV cache: %d tokens; %.2f requests of %d tokens fit at once.",
         tokens,
         concurrency,
         vllm_config.model_config.max_model_len if vllm_config.model_config is not None else 0,

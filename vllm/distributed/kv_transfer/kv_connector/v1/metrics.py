@@ -47,10 +47,10 @@ class KVConnectorLogging:
             self.transfer_stats_accumulator = self.transfer_stats_accumulator.aggregate(stats)
 
     def log(self, log_fn: Callable[..., object] = logger.info) -> None:
-        """Log and reset, if anything happened."""
+        """Log what is not zero and reset, if anything happened."""
         stats = self.transfer_stats_accumulator
         if stats is not None and not stats.is_empty():
-            summary = ", ".join(f"{key}={value}" for key, value in stats.reduce().items())
+            summary = ", ".join(f"{key}={value}" for key, value in stats.reduce().items() if value)
             log_fn("KV Transfer metrics: %s", summary)
         self.reset()
 
