@@ -269,7 +269,7 @@ class Soak:
     async def _learn(self, client: httpx.AsyncClient) -> None:
         info = (await client.get("/server_info", params={"config_format": "json"})).json()
         self.block = int(info["vllm_config"]["cache_config"]["cache_hit_alignment_tokens"])
-        self.cases = make_cases(self.args.cases, "m", self.block, self.args.seed)
+        self.cases = make_cases(self.args.cases, "m", min(self.block, 64), self.args.seed)
         for case in tqdm(self.cases, desc="solo answers", unit="case"):
             await learn(client, case)
 

@@ -151,6 +151,12 @@ def test_ipv6_addresses_make_an_ipv6_socket(monkeypatch):
     assert families == [socket.AF_INET6]
 
 
+def test_a_socket_file_that_cannot_be_made_is_named(tmp_path):
+    path = str(tmp_path / "nowhere" / "s")
+    with pytest.raises(ValueError, match=f"cannot listen on {path}: No such file"):
+        bind_socket(argparse.Namespace(uds=path, host=None, port=8000))
+
+
 def test_run_server_joins_engine_and_server(args, tmp_path, monkeypatch):
     app = App(tmp_path, says("x"))
     engine = app.engine

@@ -237,7 +237,11 @@ def bind_socket(args: argparse.Namespace) -> socket.socket:
     """The listening socket, bound before the model loads so that a taken port is reported at once."""
     if args.uds:
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        server.bind(args.uds)
+        try:
+            server.bind(args.uds)
+        except OSError as error:
+            server.close()
+            raise ValueError(f"cannot listen on {args.uds}: {error.strerror}") from error
         return server
     family = socket.AF_INET6 if args.host and ":" in args.host else socket.AF_INET
     server = socket.socket(family, socket.SOCK_STREAM)

@@ -95,12 +95,14 @@ class InprocClient(EngineCoreClient):
         self._utilities = utility_methods(self.engine_core)
         self._closed = False
         self._clock = MonotonicClock()
+        self._unread: list[dict[int, EngineCoreOutputs]] = []
 
     def get_output(self) -> EngineCoreOutputs:
         core = self.engine_core
         core.tick()
         outputs = core.step_fn()[0] if core.has_work() else {}
-        messages = [step[0] for step in [*core.take_side_outputs(), outputs or {}] if 0 in step]
+        unread, self._unread = self._unread, []
+        messages = [step[0] for step in [*unread, *core.take_side_outputs(), outputs or {}] if 0 in step]
         if not messages:
             return EngineCoreOutputs()
         first, *others = messages
@@ -135,7 +137,18 @@ class InprocClient(EngineCoreClient):
                 "pause mode 'wait' needs a core in a process of its own: nothing would run meanwhile"
             )
         result = self._utilities[method](*args)
-        return result.result() if isinstance(result, Future) else result
+        return self._wait(result) if isinstance(result, Future) else result
+
+    def _wait(self, future: Future[Any]) -> Any:
+        """The result of an operation that waits for copies: they are collected by steps, which run only here."""
+        core = self.engine_core
+        while not future.done():
+            outputs = core.step_fn()[0] if core.has_work() else None
+            if outputs:
+                self._unread.append(outputs)
+            core.tick()
+            threading.Event().wait(SETTLE_TICK_S)
+        return future.result()
 
     def shutdown(self, timeout: float | None = None) -> None:
         if not self._closed:

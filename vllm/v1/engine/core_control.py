@@ -1,7 +1,8 @@
 """Pause, sleep and cache resets of an engine core.  Layer L7.
 
 Owns what a paused or sleeping core promises, and the honest result of a reset. Must not know sockets. An operation that
-has to wait for running requests returns a future, which `tick` completes; the core calls `tick` once per loop.
+has to wait for running requests, or for copies that hold blocks, returns a future, which `tick` completes; the core calls
+`tick` once per loop.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from vllm.logger import init_logger
+from vllm.utils.clock import Clock, MonotonicClock
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.executor.abstract import Executor
 
@@ -20,6 +22,8 @@ PauseMode = Literal["abort", "wait", "keep"]
 PAUSE_MODES = ("abort", "wait", "keep")
 WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 SLEEP_LEVELS = (0, 1, 2)
+# Copies end, or fail, long before: what holds a block for so long will not give it back.
+CLEAR_TIMEOUT_S = 60.0
 
 
 class CoreControl:
@@ -40,27 +44,33 @@ class CoreControl:
         executor: Executor,
         abort_all: Callable[[], None],
         finish_steps: Callable[[], None],
+        clock: Clock | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._abort_all = abort_all
         self._finish_steps = finish_steps
+        self._clock = clock or MonotonicClock()
         self._draining: tuple[Future[None], bool] | None = None
+        self._clearing: tuple[Future[None], float] | None = None
         self._sleep_level = 0
 
     # -- pause ---------------------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None] | None:
-        """Stop scheduling. "abort" ends all requests, "keep" freezes them, "wait" lets them end first (then a future
-        is returned). `clear_cache` then empties every cache; RuntimeError naming the one that is not empty."""
+        """Stop scheduling. "abort" ends all requests, "keep" freezes them, "wait" lets them end first.
+
+        `clear_cache` then empties every cache. A future is returned if requests or copies have to end first; it fails
+        with a RuntimeError that says what holds blocks, or that the engine was resumed meanwhile.
+        """
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode={mode!r} must be one of {', '.join(PAUSE_MODES)}")
         if mode == "wait" and self._scheduler.has_unfinished_requests():
             return self._drain(clear_cache)
         if mode == "abort":
             self._abort_all()
-        self._freeze(clear_cache)
-        return None
+        self._freeze()
+        return self.clear_caches() if clear_cache else None
 
     def _drain(self, clear_cache: bool) -> Future[None]:
         """Requests that came before the pause are all served; the core holds back what comes after it."""
@@ -77,36 +87,63 @@ class CoreControl:
 
     def tick(self) -> None:
         """Complete a pause that waited, if nothing is left to wait for."""
+        if self._clearing is not None:
+            self._clear_again(*self._clearing)
         if self._draining is None or self._scheduler.has_unfinished_requests():
             return
         future, clear_cache = self._draining
         self._draining = None
         try:
-            self._freeze(clear_cache)
+            self._freeze()
         except Exception as error:  # the failure belongs to the caller of pause, not to the loop
             future.set_exception(error)
+            return
+        if clear_cache:
+            self._clear_again(future, self._clock.monotonic() + CLEAR_TIMEOUT_S)
         else:
             future.set_result(None)
 
-    def _freeze(self, clear_cache: bool) -> None:
+    def _freeze(self) -> None:
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
         self._finish_steps()
-        if clear_cache:
-            self.clear_caches()
 
-    def clear_caches(self) -> None:
-        """Empty prefix cache, connector, multimodal and encoder caches. RuntimeError naming what stayed."""
-        result = self.reset_prefix_cache_detailed(reset_running_requests=True, reset_connector=True)
-        if not result["success"]:
-            raise RuntimeError(f"The caches could not be emptied: {result['reason'] or 'blocks are in use'}")
-        self.reset_mm_cache()
-        self.reset_encoder_cache()
+    def clear_caches(self) -> Future[None] | None:
+        """Empty prefix cache, connector, multimodal and encoder caches of a paused core.
+
+        Nothing cached can be found any more on return. A future: copies under way still hold blocks; it completes when
+        every block is free.
+        """
+        cleared: Future[None] = Future()
+        self._clear_again(cleared, self._clock.monotonic() + CLEAR_TIMEOUT_S)
+        if not cleared.done():
+            return cleared
+        cleared.result()
+        return None
+
+    def _clear_again(self, future: Future[None], deadline: float) -> None:
+        """One try; the next `tick` makes another if blocks are still held. Failures belong to the future."""
+        if self._clearing is not None and self._clearing[0] is not future:
+            self._clearing[0].cancel()
+        self._clearing = None
+        try:
+            result = self.reset_prefix_cache_detailed(reset_running_requests=True, reset_connector=True)
+            if result["success"]:
+                self.reset_mm_cache()
+                self.reset_encoder_cache()
+                future.set_result(None)
+            elif self._clock.monotonic() < deadline:
+                self._clearing = (future, deadline)
+            else:
+                reason = result["reason"] or "blocks are in use"
+                raise RuntimeError(f"The caches could not be emptied: {reason}")
+        except Exception as error:
+            future.set_exception(error)
 
     def resume(self) -> None:
         """Schedule again."""
-        if self._draining is not None:
-            future, _ = self._draining
-            self._draining = None
+        waiting = [pending[0] for pending in (self._draining, self._clearing) if pending is not None]
+        self._draining = self._clearing = None
+        for future in waiting:
             future.set_exception(RuntimeError("the pause was given up because the engine was resumed"))
         self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
@@ -147,7 +184,10 @@ class CoreControl:
         """Pause, and give memory back: 0 nothing, 1 weights go to the host and the KV cache is dropped, 2 both go."""
         if level not in SLEEP_LEVELS:
             raise ValueError(f"level={level} must be one of {SLEEP_LEVELS}")
-        paused = self.pause(mode, clear_cache=level > 0)
+        return self._sleep_after(self.pause(mode, clear_cache=level > 0), level)
+
+    def _sleep_after(self, paused: Future[None] | None, level: int) -> Future[None] | None:
+        """Fall asleep, now or when `paused` is complete."""
         if paused is None:
             self._fall_asleep(level)
             return None
@@ -186,9 +226,8 @@ class CoreControl:
         """True from `sleep` (level 1 or 2) until everything was taken back."""
         return self._sleep_level > 0 and self._executor.is_sleeping
 
-    def release_kv_cache_memory(self) -> None:
-        """Drop the KV cache's memory; the engine must be paused, and nothing may be running."""
+    def release_kv_cache_memory(self) -> Future[None] | None:
+        """Drop the KV cache's memory; the engine must be paused, and nothing may be running. A future as in `pause`."""
         if not self.is_paused() or self.is_draining:
             raise RuntimeError("release_kv_cache_memory needs a completed pause")
-        self.clear_caches()
-        self._fall_asleep(1)
+        return self._sleep_after(self.clear_caches(), 1)

@@ -80,7 +80,7 @@ class EngineCore:
             self.step_fn = self.step_with_batch_queue
         self.aborts_queue: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self.control = CoreControl(
-            self.scheduler, self.model_executor, self.abort_everything, self._finish_steps
+            self.scheduler, self.model_executor, self.abort_everything, self._finish_steps, clock
         )
         self._use_drafts = vllm_config.speculative_config is not None
         self._held_back: list[Request] = []

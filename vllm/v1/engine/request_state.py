@@ -191,9 +191,7 @@ class RequestState:
     def _cached_by_source(self) -> dict[str, int] | None:
         if self.prefill_stats is None:
             return None
-        return {
-            source.value: tokens for source, tokens in self.prefill_stats.cached_tokens_by_source.items()
-        }
+        return {source.value: tokens for source, tokens in self.prefill_stats.cached_tokens_by_source.items()}
 
     def deliver(self, output: Output | Exception) -> bool:
         """Put an output into the caller's queue; False if the caller collects outputs itself."""

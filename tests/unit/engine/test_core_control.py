@@ -1,0 +1,141 @@
+"""Pauses that empty the caches: copies under way hold blocks for a while, which is no failure."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core_control import CLEAR_TIMEOUT_S, CoreControl
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class Scheduler:
+    """Blocks are held during the first `held` resets."""
+
+    def __init__(self, held: int) -> None:
+        self.held = held
+        self.resets: list[tuple[bool, bool]] = []
+        self.unfinished = False
+        self.pause_state = PauseState.UNPAUSED
+        self.reset_prefix_cache_report = None
+
+    def has_unfinished_requests(self) -> bool:
+        return self.unfinished
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
+
+    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        self.resets.append((running, connector))
+        return len(self.resets) > self.held
+
+    def flush_events(self) -> None:
+        pass
+
+    def reset_encoder_cache(self) -> None:
+        pass
+
+
+class Executor:
+    def __init__(self) -> None:
+        self.slept: list[int] = []
+        self.is_sleeping = False
+
+    def reset_mm_cache(self) -> None:
+        pass
+
+    def sleep(self, level: int) -> None:
+        self.slept.append(level)
+
+
+def world(held: int) -> tuple[CoreControl, Any, Any, Clock]:
+    scheduler, executor, clock = Scheduler(held), Executor(), Clock()
+    nothing = lambda: None  # noqa: E731
+    return CoreControl(scheduler, executor, nothing, nothing, clock), scheduler, executor, clock  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_nothing_held_is_done_at_once(mode: Any) -> None:
+    control, scheduler, _, _ = world(held=0)
+    assert control.pause(mode) is None
+    assert scheduler.resets == [(True, True)]
+    assert control.is_paused()
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_a_pause_completes_when_copies_have_given_their_blocks_back(mode: Any) -> None:
+    control, scheduler, _, _ = world(held=3)
+    scheduler.unfinished = mode == "wait"
+    paused = control.pause(mode)
+    assert isinstance(paused, Future)
+    scheduler.unfinished = False
+    for _ in range(3):
+        assert not paused.done()
+        control.tick()
+    control.tick()
+    assert paused.result(0) is None
+    assert scheduler.resets == [(True, True)] * 4
+    control.tick()
+    assert len(scheduler.resets) == 4
+
+
+def test_without_clearing_nothing_is_reset() -> None:
+    control, scheduler, _, _ = world(held=3)
+    assert control.pause("keep", clear_cache=False) is None
+    assert scheduler.resets == []
+
+
+def test_blocks_that_never_come_back_fail_the_pause_with_the_reason() -> None:
+    control, _, _, clock = world(held=99)
+    paused = control.pause("abort")
+    assert isinstance(paused, Future)
+    clock.now += CLEAR_TIMEOUT_S
+    control.tick()
+    with pytest.raises(RuntimeError, match="blocks are in use"):
+        paused.result(0)
+    assert control.is_paused()
+
+
+def test_a_resume_gives_the_clearing_up() -> None:
+    control, scheduler, _, _ = world(held=99)
+    paused = control.pause("abort")
+    assert isinstance(paused, Future)
+    control.resume()
+    with pytest.raises(RuntimeError, match="resumed"):
+        paused.result(0)
+    control.tick()
+    assert len(scheduler.resets) == 1
+
+
+def test_a_later_pause_takes_the_place_of_one_that_still_clears() -> None:
+    control, _, _, _ = world(held=2)
+    first, second = control.pause("abort"), control.pause("abort")
+    assert isinstance(first, Future)
+    assert isinstance(second, Future)
+    assert first.cancelled()
+    control.tick()
+    assert second.result(0) is None
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_memory_goes_only_after_the_last_copy(release: bool) -> None:
+    control, _, executor, _ = world(held=1)
+    if release:
+        control.pause("abort", clear_cache=False)
+    done = control.release_kv_cache_memory() if release else control.sleep(1)
+    assert isinstance(done, Future)
+    assert executor.slept == []
+    control.tick()
+    assert done.result(0) is None
+    assert executor.slept == [1]
