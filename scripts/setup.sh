@@ -47,14 +47,18 @@ if [ ! -x "$venv/bin/python" ]; then
   fi
 fi
 
-pip=("$venv/bin/python" -m pip install --disable-pip-version-check --quiet --progress-bar on)
+# One short line per package, so that minutes of downloads show progress.
+get() {
+  "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" |
+    sed -un -E 's/^Collecting ([^ ]+).*/  \1/p; s/^Installing collected packages:.*/  unpacking/p' >&2
+}
 say "installing the $platform requirements (a few minutes the first time)"
 # torch first and alone: the pin keeps pip from resolving anything else against another build of it.
-"${pip[@]}" "$(grep -h '^torch' "requirements/$platform.txt")"
-"${pip[@]}" -r "requirements/$platform.txt" setuptools wheel
+get "$(grep -h '^torch' "requirements/$platform.txt")"
+get -r "requirements/$platform.txt" setuptools wheel
 if [ "$purpose" = test ]; then
   say "installing the test requirements"
-  "${pip[@]}" -r requirements/test.txt
+  get -r requirements/test.txt
   # The live cache page is tested in a real browser; without one that test skips itself.
   browsers='chromium chromium-browser google-chrome google-chrome-stable'
   if ! command -v $browsers >/dev/null 2>&1; then
@@ -71,7 +75,7 @@ if ! command -v c++ >/dev/null 2>&1 && ! command -v g++ >/dev/null 2>&1; then
   say "NOTICE: no C++ compiler found; the torch reference ops are used (slower decode)"
 elif ! command -v cmake >/dev/null 2>&1; then
   # The compiler is there; CMake and Ninja come as wheels.
-  "${pip[@]}" cmake ninja
+  get cmake ninja
 fi
 say "installing the package and building native ops"
 log=$(mktemp)

@@ -226,3 +226,44 @@ def test_an_unconstrained_step_has_no_mask() -> None:
     output = driver.scheduler.schedule()
     assert not output.has_structured_output_requests
     assert driver.scheduler.get_grammar_bitmask(output) is None
+
+
+def test_a_request_without_a_grammar_may_say_anything() -> None:
+    grammars = manager()
+    scheduler = make_scheduler([full(4)], 40, structured=grammars)
+    free = make_request(scheduler, "a", [1])
+    grammars.grammar_init(free)
+    assert free.structured_output_request is None
+    assert not grammars.should_constrain(free)
+    assert grammars.accept_tokens(free, [3, 4])
+    assert grammars.allowed_drafts(free, [3, 4]) == [3, 4]
+    assert grammars._backend is None, "no library is loaded for it"
+
+
+def test_an_unknown_library_ends_only_the_request_that_asked() -> None:
+    grammars = manager()
+    grammars._vllm_config.structured_outputs_config.backend = "none-such"
+    scheduler = make_scheduler([full(4)], 40, structured=grammars)
+    request = make_request(scheduler, "a", [1], structured_outputs=StructuredOutputsParams(choice=["x"]))
+    grammars.grammar_init(request)
+    assert request.structured_output_request is not None
+    assert "unknown structured output backend 'none-such'" in str(request.structured_output_request.error)
+
+
+@pytest.mark.parametrize("eos", [EOS, [EOS]])
+def test_the_end_may_be_one_token_or_several(eos: object) -> None:
+    grammars = manager()
+    grammars._vllm_config.model_config.hf_config = {"eos_token_id": eos}  # type: ignore[union-attr, assignment]
+    scheduler = make_scheduler([full(4)], 40, structured=grammars)
+    request = make_request(scheduler, "a", [1], structured_outputs=StructuredOutputsParams(choice=["x"]))
+    grammars.grammar_init(request)
+    compiled = request.structured_output_request
+    grammars.grammar_init(request)
+    assert request.structured_output_request is compiled
+    (x,) = TOKENIZER.encode("x", add_special_tokens=False)
+    assert grammars.accept_tokens(request, [x])
+    masks = grammars.grammar_bitmask([request], {})
+    assert masks is not None
+    assert allowed(masks.grammar_bitmask[0]) == {EOS}
+    grammars.clear()
+    assert grammars._backend is None
