@@ -20,9 +20,10 @@ help:
 	@echo "make serve [MODEL=path|tiny:glm5_next] [PORT=8000]  serve a model (default: SmolLM2-135M-Instruct)"
 	@echo "make test                                           style, types, all tests"
 	@echo "make demo-offload                                   the CPU-offload round trip as a table"
+	@echo "make lint tidy                                      the fast half of make test"
 	@echo "make sim [SEEDS=2000] [TICKS=300]                   the deterministic simulator"
 	@echo "make coverage                                       branch coverage of the brain (L2–L5), at least 95 %"
-	@echo "make bench                                          measure, tables and plots below benchmarks/results"
+	@echo "make bench                                          measurements as tables; of serving also a plot below benchmarks/results"
 
 setup:
 	@bash scripts/setup.sh "$(VENV)" serve
