@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.simple_kv_offload.records import LoadRequestState
 
@@ -131,15 +134,51 @@ def test_a_load_in_the_scheduler() -> None:
     assert list(sched._kv_fetch_stages.values()) == ["in_progress"]
     assert sched._kv_fetch_counts["in_progress"] == 1
     report = runner_output(output)
-    report.kv_connector_output = type(report.kv_connector_output or _empty_report())(finished_recving={"b"})
+    report.kv_connector_output = KVConnectorOutput(finished_recving={"b"})
     sched.update_from_output(output, report)
     output = sched.schedule()
     assert output.scheduled_new_reqs[0].num_computed_tokens == 32
     assert not sched._kv_fetch_stages
 
 
-def _empty_report() -> Any:
-    return importlib.import_module("vllm.v1.outputs").KVConnectorOutput()
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_stand_in_for_the_connector(is_async: bool, policy: str) -> None:
+    """Outside code puts a mock in place of the connector: only calls of the contract count."""
+    sched = scheduler(kv=kv_config(num_blocks=50))
+    sched.recompute_kv_load_failures = policy == "recompute"
+    stand_in = Mock()
+    stand_in.get_num_new_matched_tokens.return_value = (32, is_async)
+    stand_in.request_finished.return_value = (False, None)
+    stand_in.take_events.return_value = ()
+    stand_in.has_pending_push_work.return_value = False
+    stand_in.reset_cache.return_value = True
+    sched.connector = stand_in
+    sched.add_request(request("a", list(range(40)), max_tokens=1))
+    output = sched.schedule()
+    report = runner_output(output)
+    if is_async:
+        assert output.num_scheduled_tokens == {}
+        assert sched.requests["a"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        report.kv_connector_output = KVConnectorOutput(finished_recving={"a"})
+        sched.update_from_output(output, report)
+        output = sched.schedule()
+        assert output.num_scheduled_tokens == {"a": 8}
+        sched.update_from_output(output, runner_output(output))
+    else:
+        bad = output.scheduled_new_reqs[0].block_ids[0][1]
+        report.kv_connector_output = KVConnectorOutput(invalid_block_ids={bad})
+        made = sched.requests["a"]
+        messages = sched.update_from_output(output, report)
+        if policy == "fail":
+            assert messages[0].outputs[0].finish_reason is FinishReason.ERROR
+        else:
+            assert made.num_computed_tokens == 16
+            sched.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    stand_in.request_finished.assert_called_once()
+    assert sched.reset_prefix_cache(reset_connector=True) is True
+    stand_in.reset_cache.assert_called_once()
+    assert sched.make_stats() is not None
 
 
 # --- gone -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler, StoreRequestState
+from vllm.v1.simple_kv_offload.manager import BlockStoreMeta, SimpleCPUOffloadScheduler, StoreRequestState
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from vllm.v1.simple_kv_offload.metrics import INFO_LABELS, MetricName, SimpleCPUOffloadStats
 
@@ -345,6 +345,19 @@ def test_selection_and_completion_by_hand() -> None:
     assert [slot.block_hash for slot in slots] == [outside.pool.blocks[i].block_hash for i in ids[0]]
     assert [slot.ref_cnt for slot in slots] == [0, 0]
     assert manager.get_num_new_matched_tokens(request("x", list(range(33))), 0) == (32, True)
+
+
+def test_selection_with_events_describes_every_key() -> None:
+    outside = Outside(events=True)
+    made = request("a", list(range(40)))
+    ids = outside.computed(made, 2)
+    _, _, meta = outside.manager._select_eager_blocks_to_store(StoreRequestState(made, ids, [0]), ids)
+    assert meta is not None
+    assert [list(entry) for entry in meta] == [[outside.pool.blocks[i].block_hash] for i in ids[0]]
+    (described,) = meta[1].values()
+    assert isinstance(described, BlockStoreMeta)
+    assert described.token_ids == list(range(16, 32))
+    assert described.parent_block_hash == made.block_hashes[0]
 
 
 def test_two_groups() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_view import describe_groups, describe_pool, device_block_bytes, host_block_bytes
+from vllm.v1.core.sched.connector_calls import tier_reports, tiers_below
 from vllm.v1.kv_cache_report import HitReport, KVCacheReport, PoolReport, RequestsReport, TierReset
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import CacheUse
@@ -28,7 +29,7 @@ def device_pools(manager: KVCacheManager, world_size: int) -> tuple[PoolReport, 
 
 def hits(use: CacheUse, connector: KVConnectorBase_V1 | None) -> tuple[HitReport, ...]:
     """Tokens asked of each tier and found there.  All tiers of the connector are asked for the same tokens."""
-    below = () if connector is None else connector.get_cache_hit_sources()
+    below = tiers_below(connector)
     asked = {CacheHitSource.DEVICE: use.local_queries, **dict.fromkeys(below, use.external_queries)}
     for source in use.hits_by_source:
         asked.setdefault(source, use.external_queries)
@@ -48,7 +49,7 @@ def build_report(
     world_size: int,
 ) -> KVCacheReport:
     """Everything; O(groups + tiers).  ``block_size`` is the scheduler's, in tokens."""
-    tiers = () if connector is None else connector.get_tier_reports()
+    tiers = tier_reports(connector)
     return KVCacheReport(
         pools=(*device_pools(manager, world_size), *(tier.pool for tier in tiers)),
         groups=describe_groups(manager.kv_cache_config, world_size),
@@ -64,7 +65,7 @@ def build_report(
 
 def tier_pools(manager: KVCacheManager, connector: KVConnectorBase_V1 | None) -> list[PoolReport]:
     """The pools of all tiers, from the device outwards."""
-    tiers = () if connector is None else connector.get_tier_reports()
+    tiers = tier_reports(connector)
     return [*device_pools(manager, 1), *(tier.pool for tier in tiers)]
 
 

@@ -5,12 +5,13 @@ Owns their order.  Must not know queues.  Layer: L5 (scheduler).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.kv_cache_report import TierReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
@@ -43,13 +44,29 @@ def request_finished(
 def external_hit_sources(
     connector: KVConnectorBase_V1 | None, request: Request, num_external: int
 ) -> dict[CacheHitSource, int]:
-    """The accepted external tokens by tier; every tier of the connector is named."""
+    """The accepted external tokens by tier; every tier of the connector is named.
+
+    These are figures only: an answer that does not add up counts as unspecified.
+    """
     if connector is None:
         return {}
-    sources = dict.fromkeys(connector.get_cache_hit_sources(), 0)
+    sources = dict.fromkeys(tiers_below(connector), 0)
     if num_external:
-        sources.update(connector.get_external_cache_hit_sources(request, num_external))
+        told: object = connector.get_external_cache_hit_sources(request, num_external)
+        if not isinstance(told, Mapping) or sum(told.values()) != num_external:
+            told = {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external}
+        sources.update(told)
     return sources
+
+
+def tiers_below(connector: KVConnectorBase_V1 | None) -> tuple[CacheHitSource, ...]:
+    """The tiers behind the device. Stand-ins, which know only the calls of the contract, name none."""
+    return connector.get_cache_hit_sources() if isinstance(connector, KVConnectorBase_V1) else ()
+
+
+def tier_reports(connector: KVConnectorBase_V1 | None) -> Sequence[TierReport]:
+    """The state of the tiers behind the device; none of stand-ins."""
+    return connector.get_tier_reports() if isinstance(connector, KVConnectorBase_V1) else ()
 
 
 def reported_cached_tokens(
