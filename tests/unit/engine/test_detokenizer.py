@@ -195,6 +195,26 @@ def test_api_01_the_example() -> None:
             assert ("".join(shown), stop) == (expected, "END")
 
 
+class Words:
+    """A tokenizer whose tokens are the pieces of the fault case."""
+
+    pieces = ("foo", "E", "ND bar")
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(self.pieces[i] for i in token_ids)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize(("include", "expected"), [(False, "foo"), (True, "fooEND")])
+def test_api_01_a_stop_string_may_end_inside_a_token(include: bool, expected: str, delta: bool) -> None:
+    request: Any = Request([], Params(stop=["END"], include_stop_str_in_output=include))
+    for cuts in ([], [1, 2]):
+        detok = IncrementalDetokenizer.from_new_request(Words(), request)
+        shown, stop = feed(detok, [0, 1, 2], cuts, delta)
+        assert stop == "END"
+        assert ("".join(shown) if delta else shown[-1]) == expected
+
+
 def test_api_03_only_what_may_become_a_stop_string_is_held_back() -> None:
     detok = detokenizer("byte_level", Params(stop=["a long stop sentence"]))
     tokenizer = make_tokenizer("byte_level")

@@ -89,6 +89,22 @@ def test_pfx_16_a_match_at_the_head_of_the_free_queue_is_claimed_before_anything
     rig.assert_at_rest()
 
 
+def test_pfx_16_what_is_being_loaded_is_not_given_to_others_meanwhile() -> None:
+    rig = Rig(device_blocks=12, host_blocks=3)  # 2 usable slots
+    rig.generate(prompt(9), max_tokens=1)
+    rig.evict_device()
+    matched = rig.add(prompt(9), max_tokens=2)
+    rival = rig.add(prompt(9, seed=1), max_tokens=2)
+    for _ in range(5):
+        rig.step(copies=False)
+        rig.mover().release(loads=False)  # stores overtake the load
+    rig.run()
+    assert matched.num_cached_tokens == 8
+    rig.check_output(matched)
+    rig.check_output(rival)
+    rig.assert_at_rest()
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("specs", [[full()], [full(), window()], [full(), mamba()]])
 def test_pfx_16_and_17_every_hit_carries_its_own_content_and_the_counters_add_up(

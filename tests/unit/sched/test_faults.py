@@ -193,6 +193,8 @@ def test_sch_11_two_full_prompt_loads_never_fill_the_pool_exactly(
     loads.rng = random.Random(total)
     steps = driver.run(100)
     assert steps < 60
+    loaded = [name for name, num_tokens in connector.allocations if num_tokens]
+    assert sorted(loaded) == ["a", "b"], "nobody had to give a load back"
     for name, blocks, seed in (("a", first, 1), ("b", second, 2)):
         assert driver.outputs[name] == expected_output(prompt(blocks * 4 - 1, seed), 3)
     driver.assert_at_rest()
