@@ -83,6 +83,15 @@ class KVConnectorTransferResults:
     failed_recving: set[str] = field(default_factory=set)
 
 
+def merge_worker_meta(
+    mine: KVConnectorWorkerMetadata | None, theirs: KVConnectorWorkerMetadata | None
+) -> KVConnectorWorkerMetadata | None:
+    """Both reports as one; a worker without a report adds nothing."""
+    if mine is None or theirs is None:
+        return mine if theirs is None else theirs
+    return mine.aggregate(theirs)
+
+
 # (source tensors, target tensors, source block ids, target block ids, direction); tensors are opaque here.
 CopyBlocksOp = Callable[[dict[str, Any], dict[str, Any], list[int], list[int], str], None]
 
@@ -95,4 +104,5 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "merge_worker_meta",
 ]

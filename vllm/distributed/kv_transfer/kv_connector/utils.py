@@ -12,7 +12,7 @@ from vllm.distributed.kv_event_types import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.utils.checks import check
 from vllm.v1.core.sched.output import BlockIds, SchedulerOutput
-from vllm.v1.kv_connector_types import KVConnectorStats, KVConnectorWorkerMetadata
+from vllm.v1.kv_connector_types import KVConnectorStats, KVConnectorWorkerMetadata, merge_worker_meta
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 
@@ -89,7 +89,7 @@ class KVOutputAggregator:
             self._count(report.finished_recving, self._recv_remaining_count, received)
             invalid |= report.invalid_block_ids
             stats = _merge_stats(stats, report.kv_connector_stats)
-            worker_meta = _merge_meta(worker_meta, report.kv_connector_worker_meta)
+            worker_meta = merge_worker_meta(worker_meta, report.kv_connector_worker_meta)
             events = _merge_events(events, report.kv_cache_events)
         failed = self._failed_recving & received
         self._failed_recving -= failed
@@ -115,14 +115,6 @@ class KVOutputAggregator:
 
 
 def _merge_stats(total: KVConnectorStats | None, part: KVConnectorStats | None) -> KVConnectorStats | None:
-    if total is None or part is None:
-        return total if part is None else part
-    return total.aggregate(part)
-
-
-def _merge_meta(
-    total: KVConnectorWorkerMetadata | None, part: KVConnectorWorkerMetadata | None
-) -> KVConnectorWorkerMetadata | None:
     if total is None or part is None:
         return total if part is None else part
     return total.aggregate(part)

@@ -15,6 +15,7 @@ from vllm.v1.kv_connector_types import (
     KVConnectorMetadata,
     KVConnectorStats,
     KVConnectorWorkerMetadata,
+    merge_worker_meta,
 )
 
 
@@ -37,16 +38,11 @@ class MultiKVConnectorWorkerMetadata(KVConnectorWorkerMetadata):
         if not isinstance(other, MultiKVConnectorWorkerMetadata):
             raise TypeError(f"cannot aggregate {type(other).__name__} into a MultiConnector report")
         return MultiKVConnectorWorkerMetadata(
-            tuple(_merge(mine, theirs) for mine, theirs in zip(self.metadata, other.metadata, strict=True))
+            tuple(
+                merge_worker_meta(mine, theirs)
+                for mine, theirs in zip(self.metadata, other.metadata, strict=True)
+            )
         )
-
-
-def _merge(
-    mine: KVConnectorWorkerMetadata | None, theirs: KVConnectorWorkerMetadata | None
-) -> KVConnectorWorkerMetadata | None:
-    if mine is None or theirs is None:
-        return mine if theirs is None else theirs
-    return mine.aggregate(theirs)
 
 
 class MultiKVConnectorStats(KVConnectorStats):
