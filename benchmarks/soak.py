@@ -38,6 +38,7 @@ READY_TIMEOUT_S = 300.0
 REPLY_TIMEOUT_S = 120.0
 QUIET_TIMEOUT_S = 60.0
 LOG_WORDS = ("Traceback", "AssertionError", "leak")
+ENDS = ("SIGTERM under load", "kill server", "kill core", "SIGTERM")
 RESET_FLAGS = ("reset_external", "reset_running_requests")
 
 
@@ -227,7 +228,7 @@ class Soak:
 
     # --- one life -----------------------------------------------------------------------------------------------
 
-    async def life(self, number: int, victim: str | None) -> None:
+    async def life(self, number: int, end: str) -> None:
         """One start of the server, traffic for a while, checks when it is quiet, and its end."""
         process = Process.start(self.model, server_flags(self.args), self.folder / f"life-{number}")
         try:
@@ -238,10 +239,10 @@ class Soak:
                 now = time.monotonic()
                 self.end = self.end or now + self.args.minutes * 60
                 await self._traffic(process, client, min(self.end, now + self.args.life_minutes * 60))
-                if victim is None:
+                if not end.startswith("kill"):
                     await self._check_quiet(process, client)
-                self.dying = True
-                await self._end(process, victim)
+                self.dying = end.startswith("kill")
+                await self._end(process, end)
         finally:
             self.dying = False
             for left in process.family():
@@ -325,32 +326,33 @@ class Soak:
         for line in [line for line in log.splitlines() if any(word in line for word in LOG_WORDS)][:3]:
             self.tally.fault(f"server log: {line[:200]}")
 
-    async def _end(self, process: Process, victim: str | None) -> None:
-        """SIGTERM, or SIGKILL of the front end or the core under load; nothing may stay behind."""
+    async def _end(self, process: Process, end: str) -> None:
+        """SIGTERM, or SIGKILL of the front end or the core, alone or under load; nothing may stay behind.
+
+        After a SIGTERM every request still gets a whole reply.
+        """
         family = process.family()
-        under_load: list[asyncio.Task[None]] = []
         async with self._client(process) as client:
-            if victim is not None:
-                under_load = [asyncio.create_task(self.send(client)) for _ in range(self.args.concurrency)]
-                await asyncio.sleep(1.0)
-            target = family[-1] if victim == "core" and len(family) > 1 else family[0]
-            target.send_signal(signal.SIGTERM if victim is None else signal.SIGKILL)
-            self.tally.counts[f"ends: {victim or 'SIGTERM'}"] += 1
+            count = 0 if end == "SIGTERM" else self.args.concurrency
+            under_load = [asyncio.create_task(self.send(client)) for _ in range(count)]
+            await asyncio.sleep(1.0 if under_load else 0.0)
+            target = family[-1] if end == "kill core" and len(family) > 1 else family[0]
+            target.send_signal(signal.SIGKILL if end.startswith("kill") else signal.SIGTERM)
+            self.tally.counts[f"ends: {end}"] += 1
             await asyncio.gather(*under_load)
         _, alive = await asyncio.to_thread(psutil.wait_procs, family, 30)
         for left in alive:
-            self.tally.fault(f"{victim or 'SIGTERM'}: process {left.pid} did not end: {left.cmdline()[:4]}")
-        if victim is None and process.popen.wait() != 0:
-            self.tally.fault(f"SIGTERM: exit status {process.popen.returncode}")
+            self.tally.fault(f"{end}: process {left.pid} did not end: {left.cmdline()[:4]}")
+        if target is family[0] and not end.startswith("kill") and process.popen.wait() != 0:
+            self.tally.fault(f"{end}: exit status {process.popen.returncode}")
         if left_over := process.left_over():
-            self.tally.fault(f"{victim or 'SIGTERM'}: left-over files {left_over[:5]}")
+            self.tally.fault(f"{end}: left-over files {left_over[:5]}")
 
     async def run(self) -> None:
-        """Lives until the time is over: SIGTERM, kill of the server, kill of the core, in turn."""
-        victims = [None, "server", "core"]
+        """Lives until the time is over, each with another end."""
         number = 0
         while not self.end or time.monotonic() < self.end:
-            await self.life(number, victims[number % len(victims)])
+            await self.life(number, ENDS[number % len(ENDS)])
             number += 1
         self.tally.counts["lives"] = number
 

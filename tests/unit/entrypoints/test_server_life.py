@@ -70,6 +70,7 @@ async def test_running_requests_end_with_the_server(args, tmp_path):
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(task, 10) == 0
     assert app.call.ended == "aborted"
+    assert ("pause_generation", "abort") in app.engine.control
     await asyncio.gather(request, return_exceptions=True)
     sock.close()
 

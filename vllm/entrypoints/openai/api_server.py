@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, cast
 
 import uvicorn
@@ -59,6 +59,8 @@ logger = init_logger(__name__)
 
 # Seconds between two looks at the engine's health.
 HEALTH_INTERVAL_S = 0.5
+# For the replies of requests that were ended by a shutdown to reach their clients.
+LAST_REPLIES_S = 2
 
 
 # --- the app ----------------------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ async def serve_app(args: argparse.Namespace, app: FastAPI, sock: socket.socket)
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        timeout_graceful_shutdown=max(1, int(engine.vllm_config.shutdown_timeout)),
+        timeout_graceful_shutdown=int(engine.vllm_config.shutdown_timeout) + LAST_REPLIES_S,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
@@ -273,12 +275,13 @@ async def serve_app(args: argparse.Namespace, app: FastAPI, sock: socket.socket)
         quiet = [path.strip() for path in args.disable_access_log_for_endpoints.split(",")]
         logging.getLogger("uvicorn.access").addFilter(_QuietPaths(quiet))
     server = Server(config)
-    _stop_on_signals(server)
-    watch = asyncio.create_task(_watch(server, engine, _address(args)))
+    tasks = [asyncio.create_task(_watch(server, engine, _address(args)))]
+    _stop_on_signals(server, lambda: tasks.append(asyncio.create_task(_end_requests(engine))))
     try:
         await server.serve(sockets=[sock])
     finally:
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
     return 1 if engine.errored else 0
 
 
@@ -288,16 +291,25 @@ def _address(args: argparse.Namespace) -> str:
     return f"{'https' if args.ssl_certfile else 'http'}://{args.host or '0.0.0.0'}:{args.port}"
 
 
-def _stop_on_signals(server: Server) -> None:
+def _stop_on_signals(server: Server, on_stop: Callable[[], None]) -> None:
     """The first signal lets requests end, the second one does not wait."""
 
     def stop() -> None:
+        if not server.should_exit:
+            on_stop()
         server.force_exit = server.should_exit
         server.should_exit = True
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+
+
+async def _end_requests(engine: Any) -> None:
+    """Requests go on for the shutdown timeout and then end with what they have, so that every client gets a whole reply."""
+    await asyncio.sleep(engine.vllm_config.shutdown_timeout)
+    with contextlib.suppress(EngineDeadError):
+        await engine.pause_generation("abort", clear_cache=False)
 
 
 async def _watch(server: Server, engine: Any, address: str) -> None:
