@@ -88,7 +88,12 @@ def test_evt_12_loaded_blocks_are_announced_when_they_become_hittable() -> None:
     rig.generate(prompt(12), max_tokens=1)
     rig.evict_device()
     rig.publisher.events.clear()
-    request = rig.generate(prompt(17), max_tokens=1)
+    request = rig.add(prompt(17), max_tokens=1)
+    for _ in range(3):
+        rig.step(copies=False)
+        assert stored(rig, "GPU") == [], "the bytes are not there yet"
+    rig.run()
+    rig.check_output(request)
     hashes = [maybe_convert_block_hash(h) for h in request.block_hashes]
     device = [h for event in stored(rig, "GPU") for h in event.block_hashes]
     assert device == hashes[:4]
