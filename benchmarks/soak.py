@@ -48,7 +48,7 @@ class Tally:
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    rss_mib: list[tuple[float, float]] = field(default_factory=list)
+    rss_mib: list[list[tuple[float, float]]] = field(default_factory=list)  # one list per life
 
     def fault(self, text: str) -> None:
         """Records one thing that must not happen."""
@@ -276,6 +276,8 @@ class Soak:
 
     async def _traffic(self, process: Process, client: httpx.AsyncClient, until: float) -> None:
         start = time.monotonic()
+        samples: list[tuple[float, float]] = []
+        self.tally.rss_mib.append(samples)
 
         async def repeat(action: Callable[[httpx.AsyncClient], Awaitable[None]], pause_s: float) -> None:
             while time.monotonic() < until and process.popen.poll() is None:
@@ -288,7 +290,7 @@ class Soak:
                     await asyncio.sleep(1)
                     bar.n = round(time.monotonic() - start)
                     bar.set_postfix(self.tally.counts, refresh=True)
-                    self.tally.rss_mib.append((time.monotonic(), process.rss_mib()))
+                    samples.append((time.monotonic(), process.rss_mib()))
 
         workers = [repeat(self.send, 0.1) for _ in range(self.args.concurrency)]
         await asyncio.gather(*workers, repeat(self._guarded_disturb, 3.0), watch())
@@ -409,8 +411,9 @@ def check_metrics(metrics: dict[str, float]) -> list[str]:
     return faults
 
 
-def rss_drift(samples: list[tuple[float, float]]) -> float:
-    """MiB per minute between the second quarter and the last one of the longest run without a restart."""
+def rss_drift(lives: list[list[tuple[float, float]]]) -> float:
+    """MiB per minute between the second quarter and the last one of the longest life."""
+    samples = max(lives, key=len, default=[])
     if len(samples) < 40:
         return 0.0
     quarter = len(samples) // 4
