@@ -16,13 +16,14 @@ from vllm.v1.simple_kv_offload.transfer import TransferState
 
 def check_all(run: Run) -> None:
     """Every invariant that holds between any two actions."""
-    pools = [("device", run.device_pool)] + ([("host", run.host_pool)] if run.host_pool is not None else [])
+    lower = [(name, pool) for name, pool, _ in run.lower_pools()]
+    pools = [("device", run.device_pool), *lower]
     for name, pool in pools:
         check_free_or_held(name, pool)
         check_index(name, pool)
     check_references("device", run.device_pool, device_holders(run))
-    if run.host_pool is not None:
-        check_references("host", run.host_pool, leased(run.host_pool))
+    for name, pool in lower:
+        check_references(name, pool, leased(pool))
     check_writers(run)
     check_staged(run)
     check_promises(run)
@@ -107,16 +108,15 @@ def check_index(name: str, pool: BlockPool) -> None:
 
 def check_staged(run: Run) -> None:
     """I4: targets of running stores are not findable; R9: blocks of live transfers are held."""
-    for transfer in run.store_transfers():
+    for transfer in (*run.store_transfers(), *run.moves()):
         if transfer.ended:
             continue
+        what = transfer.owner
         for block in transfer.tier_blocks:
-            require(
-                block.block_hash is None, "I4", f"host block {block.block_id} is findable while it is stored"
-            )
-            require(block.ref_cnt > 0, "I3", f"host block {block.block_id} is stored into but not held")
+            require(block.block_hash is None, "I4", f"{what}: block {block.block_id} is findable already")
+            require(block.ref_cnt > 0, "I3", f"{what}: block {block.block_id} is written but not held")
         for block in transfer.device_blocks:
-            require(block.ref_cnt > 0, "I3", f"device block {block.block_id} is stored from but not held")
+            require(block.ref_cnt > 0, "I3", f"{what}: block {block.block_id} is read but not held")
 
 
 def check_promises(run: Run) -> None:
@@ -169,9 +169,9 @@ def check_events(run: Run) -> None:
     run.consumer.stored.clear()
     pending = list(run.device_pool.kv_event_queue)
     truth = _residencies(MEDIUM_GPU, run.device_pool)
-    if run.host_pool is not None:
-        pending += run.host_pool.kv_event_queue
-        truth += _residencies(run.host_pool.medium, run.host_pool)
+    for _, pool, _ in run.lower_pools():
+        pending += pool.kv_event_queue
+        truth += _residencies(pool.medium, pool)
     known = run.consumer.with_pending(pending)
     if known != truth:
         require(
@@ -187,14 +187,12 @@ def _difference(
 
 def check_tier_contents(run: Run) -> None:
     """I6: what became findable in the lower tier since the last look holds the right bytes on every rank."""
-    pool = run.host_pool
-    if pool is None:
-        return
-    now = {(block.block_id, key) for block in pool.blocks for key, _ in pool.get_keys(block)}
-    for block_id, key in sorted(now - run.seen_host_entries):
-        for rank, memory in enumerate(run.worker.hosts):
-            check_page(run, f"rank {rank}, host", memory.page(block_id), key)
-    run.seen_host_entries = now
+    for name, pool, memories in run.lower_pools():
+        now = {(block.block_id, key) for block in pool.blocks for key, _ in pool.get_keys(block)}
+        for block_id, key in sorted(now - run.seen_entries.get(name, set())):
+            for rank, memory in enumerate(memories):
+                check_page(run, f"rank {rank}, {name}", memory.page(block_id), key)
+        run.seen_entries[name] = now
 
 
 def check_page(run: Run, where: str, page: object, key: bytes) -> None:

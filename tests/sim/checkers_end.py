@@ -37,9 +37,7 @@ def check_nothing_left(run: Run) -> None:
     for name, entries in left.items():
         require(not entries, "I5", f"{name} left at rest: {entries}")
     require(not any(scheduler._kv_fetch_counts.values()), "I5", f"fetch counts {scheduler._kv_fetch_counts}")
-    for name, pool in (("device", run.device_pool), ("host", run.host_pool)):
-        if pool is None:
-            continue
+    for name, pool in (("device", run.device_pool), *((n, p) for n, p, _ in run.lower_pools())):
         require(not pool.leases, "I5", f"{name} leases left at rest: {list(pool.leases.values())}")
         held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         require(held == 0, "I5", f"{held} {name} blocks held at rest")

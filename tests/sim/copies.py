@@ -14,6 +14,7 @@ class CopyJob:
 
     event: int
     is_store: bool
+    """Away from the device."""
     pairs: list[tuple[int, int]]
     requests: list[tuple[str, int]] = field(default_factory=list)
     fails_at: int | None = None
@@ -23,6 +24,18 @@ class CopyJob:
     done_pairs: int = 0
     slot: int = 0
     failed: bool = False
+    is_move: bool = False
+    """Between the host and the disk below it, not between device and host."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        kind = (
+            ("move down" if self.is_store else "move up")
+            if self.is_move
+            else ("store" if self.is_store else "load")
+        )
+        return f"{kind} {self.event}"
 
     @property
     def finished(self) -> bool:
@@ -45,9 +58,10 @@ class CopyJob:
 class Lanes:
     """The jobs of one rank. `host` is the memory of the lower tier, disk or not."""
 
-    def __init__(self, device: Memory, host: Memory) -> None:
+    def __init__(self, device: Memory, host: Memory, disk: Memory) -> None:
         self.device = device
         self.host = host
+        self.disk = disk
         self.running: list[CopyJob] = []
         self.unreported: list[CopyJob] = []
 
@@ -90,7 +104,8 @@ class Lanes:
             job.failed = True
             return
         source_id, target_id = job.pairs[job.done_pairs]
-        source_memory, target_memory = (self.device, self.host) if job.is_store else (self.host, self.device)
+        inner, outer = (self.host, self.disk) if job.is_move else (self.device, self.host)
+        source_memory, target_memory = (inner, outer) if job.is_store else (outer, inner)
         source, target = source_memory.page(source_id), target_memory.page(target_id)
         target.copy_slot(source, job.slot)
         job.slot += 1

@@ -50,6 +50,15 @@ MARKS = frozenset(
         "lazy store",
         "eager store",
         "stall",
+        "move down",
+        "move down failed",
+        "move up",
+        "move up failed",
+        "disk eviction",
+        "wait for the disk",
+        "wait for the disk in vain",
+        "abort while blocks come up",
+        "disk written to no more",
     }
 )
 

@@ -76,6 +76,8 @@ class SimParams:
     """Loads start as soon as their step is sent, beside steps that still run; else after the step's forward."""
     faults: frozenset[str]
     actions_off: frozenset[str] = field(default_factory=frozenset)
+    disk_blocks: int = 0
+    """Of a disk below the host; 0 = none."""
 
     @property
     def fault_probability(self) -> float:
@@ -207,7 +209,16 @@ def draw_params(seed: int) -> SimParams:
         params = _load_heavy(params)
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
-    return _fit(params)
+    return _with_disk(_fit(params))
+
+
+def _with_disk(params: SimParams) -> SimParams:
+    """A third tier in some of the worlds that have a second one; drawn apart, so that the others stay as they are."""
+    rng = Streams(params.seed).stream("disk")
+    if params.host_blocks == 0 or params.disk or rng.random() < 0.4:
+        return params
+    host_blocks = params.host_blocks if rng.random() < 0.3 else rng.randint(4, 16)
+    return replace(params, host_blocks=host_blocks, disk_blocks=rng.randint(3, 48))
 
 
 def _load_heavy(params: SimParams) -> SimParams:

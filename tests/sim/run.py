@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from tests.sim.device import RingGroup, StateGroup
+from tests.sim.device import Memory, RingGroup, StateGroup
 from tests.sim.events import Consumer
 from tests.sim.failure import SimFailure, require
 from tests.sim.marks import Marks
@@ -29,6 +29,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.message_types import FinishReason
 from vllm.v1.messages import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.transfer import Transfer
 
@@ -51,7 +52,7 @@ class Run:
         self.steps: deque[Step] = deque()
         self.consumer = Consumer(self.world.publisher)
         self.registry = HashRegistry(self.world.hash_block_size)
-        self.seen_host_entries: set[tuple[int, bytes]] = set()
+        self.seen_entries: dict[str, set[tuple[int, bytes]]] = {}
         self.must_be_stored: set[bytes] = set()
         self.store_excuse: str | None = None
         """Why something may rightly be missing below: no room, a fault, a reset."""
@@ -102,6 +103,20 @@ class Run:
         """The tier below the device."""
         return None if self.offload is None else self.offload.tier.pool
 
+    @property
+    def chain(self) -> DiskChain | None:
+        """The moves between host and disk."""
+        return None if self.offload is None else self.offload.chain
+
+    def lower_pools(self) -> list[tuple[str, BlockPool, list[Memory]]]:
+        """The tiers below the device: name, pool, and memory by rank."""
+        pools = [] if self.host_pool is None else [("host", self.host_pool, self.worker.hosts)]
+        return pools + ([] if self.chain is None else [("disk", self.chain.disk.pool, self.worker.disks)])
+
+    def moves(self) -> list[Transfer]:
+        """Planned and submitted moves between host and disk."""
+        return [] if self.chain is None else [*self.chain.down.live, *self.chain.up.live]
+
     def store_transfers(self) -> list[Transfer]:
         """Planned and submitted stores."""
         if self.offload is None:
@@ -123,6 +138,8 @@ class Run:
             "loads": loads.loads,
             "abandoned loads": loads.abandoned,
             "promises": self.offload._pending_cpu_hits,
+            "moves": self.moves(),
+            "waits for the disk": {} if self.chain is None else self.chain.waiting,
         }
 
     def written_blocks(self, step: Step) -> dict[str, set[int]]:
@@ -219,6 +236,8 @@ class Run:
             self.marks.hit("abort during load")
         elif status is RequestStatus.WAITING:
             self.marks.hit("abort while waiting")
+            if self.chain is not None and request.request_id in self.chain.waiting:
+                self.marks.hit("abort while blocks come up")
         if any(t.owner and request.request_id in t.owner for t in self.store_transfers()):
             self.marks.hit("abort with a store in flight")
 
@@ -337,10 +356,24 @@ class Run:
             self._excuse("host full")
         if offload.tier.evictions:
             self._excuse("host eviction")
+        self._mark_chain()
         for request_id in offload._pending_cpu_hits:
             self._asked[request_id] = self._asked.get(request_id, 0) + 1
             if self._asked[request_id] > 1:
                 self.marks.hit("repeated ask")
+
+    def _mark_chain(self) -> None:
+        chain = self.chain
+        if chain is None:
+            return
+        if chain.waiting:
+            self.marks.hit("wait for the disk")
+        if chain.counts.timeouts:
+            self.marks.hit("wait for the disk in vain")
+        if chain.disk.evictions:
+            self.marks.hit("disk eviction")
+        if chain.writes_off:
+            self.marks.hit("disk written to no more")
 
     def _mark_hit_without_room(self, busy: bool) -> None:
         """The first waiting request has a hit, and what stands in its way can only be memory."""

@@ -65,12 +65,15 @@ class SimWorker:
         self.groups = make_groups(params.specs, params.ring_ratio)
         self.devices = [Memory(params.device_blocks) for _ in range(params.ranks)]
         self.hosts = [Memory(max(1, params.host_blocks)) for _ in range(params.ranks)]
-        self.lanes = [Lanes(d, h) for d, h in zip(self.devices, self.hosts, strict=True)]
+        self.disks = [Memory(max(1, params.disk_blocks)) for _ in range(params.ranks)]
+        memories = zip(self.devices, self.hosts, self.disks, strict=True)
+        self.lanes = [Lanes(device, host, disk) for device, host, disk in memories]
         self.requests: dict[str, WorkerRequest] = {}
         self.ghosts: set[str] = set()
         """Requests whose step failed: what later steps compute for them is void."""
         self._failed_loads: list[set[str]] = [set() for _ in range(params.ranks)]
         self._seen = [(INVALID_JOB_ID, INVALID_JOB_ID)] * params.ranks
+        self._seen_moves = [(INVALID_JOB_ID, INVALID_JOB_ID)] * params.ranks
         self._lost = [SimpleCPUOffloadWorkerMetadata() for _ in range(params.ranks)]
         self._lost_loads: list[set[int]] = [set() for _ in range(params.ranks)]
         self._replay_tokens = max((s.prefix_replay_tokens for s in params.specs), default=0)
@@ -215,6 +218,7 @@ class SimWorker:
             if step.fails and rng.random() < 0.5:
                 continue
             self._notice_lost(rank, meta)
+            self._order_moves(rank, meta, step.fails and rng.random() < 0.5, rng)
             self._failed_loads[rank] |= set(meta.failed_load_reqs)
             if meta.load_event != INVALID_JOB_ID and not step.load_sent:
                 self._order_load(rank, meta, step.fails and rng.random() < 0.5, rng)
@@ -248,6 +252,26 @@ class SimWorker:
             return
         requests = list(zip(ids, counts, strict=True))
         self.lanes[rank].submit(self._job(meta.load_event, False, pairs, requests, rng))
+
+    def _order_moves(
+        self, rank: int, meta: SimpleCPUOffloadMetadata, never_started: bool, rng: random.Random
+    ) -> None:
+        """Start the step's moves between host and disk; those of steps that were lost on this rank have failed."""
+        lost = self._lost[rank]
+        for order, failed, is_store, seen in (
+            (meta.move_down, lost.failed_moves_down, True, self._seen_moves[rank][0]),
+            (meta.move_up, lost.failed_moves_up, False, self._seen_moves[rank][1]),
+        ):
+            for event in range(seen + 1, order.issued + 1):
+                if event != order.event or never_started:
+                    failed[event] = 1
+            if order.event == INVALID_JOB_ID or never_started:
+                continue
+            pairs = list(zip(order.src_blocks, order.dst_blocks, strict=True))
+            job = self._job(order.event, is_store, pairs, [], rng)
+            job.is_move = True
+            self.lanes[rank].submit(job)
+        self._seen_moves[rank] = (meta.move_down.issued, meta.move_up.issued)
 
     def _notice_lost(self, rank: int, meta: SimpleCPUOffloadMetadata) -> None:
         """Orders of earlier steps that never reached this rank are reported, stores as failed, loads as lost."""
@@ -290,28 +314,33 @@ class SimWorker:
         targets = {}
         for lanes in self.lanes[:1]:
             for job in lanes.running:
-                if not job.is_store:
+                if not job.is_store and not job.is_move:
                     for _, target in job.pairs:
                         require(target not in targets, "I3", f"two loads write device block {target}")
                         targets[target] = f"load {job.event}"
         return targets
 
     def check_host_targets(self) -> None:
-        """No host block is the target of two running stores, or source of a load while a store writes it."""
+        """No block below the device has two writers, nor a reader while somebody writes it."""
         for rank, lanes in enumerate(self.lanes):
-            written: set[int] = set()
+            written: dict[tuple[str, int], str] = {}
             for job in lanes.running:
-                if job.is_store:
-                    for _, target in job.pairs:
-                        require(
-                            target not in written, "I3", f"rank {rank}: two stores write host block {target}"
-                        )
-                        written.add(target)
-            for job in lanes.running:
-                if not job.is_store:
-                    both = written & {source for source, _ in job.pairs[job.done_pairs :]}
+                tier = _target_tier(job)
+                for _, target in job.pairs if tier else ():
+                    writer = written.setdefault((tier, target), job.name)
                     require(
-                        not both, "I3", f"rank {rank}: load {job.event} reads host blocks {both} being stored"
+                        writer == job.name,
+                        "I3",
+                        f"rank {rank}: {writer} and {job.name} write {tier} block {target}",
+                    )
+            for job in lanes.running:
+                tier = _source_tier(job)
+                for source, _ in job.pairs[job.done_pairs :] if tier else ():
+                    both = written.get((tier, source))
+                    require(
+                        both is None,
+                        "I3",
+                        f"rank {rank}: {job.name} reads {tier} block {source}, {both} writes it",
                     )
 
     # --- reports --------------------------------------------------------------------------------------------------
@@ -324,7 +353,8 @@ class SimWorker:
             lanes.unreported = [job for job in lanes.unreported if job not in told]
             reports.append(self._report(rank, told))
         open_events = [
-            {j.event for j in lanes.running + lanes.unreported if j.is_store} for lanes in self.lanes
+            {j.event for j in lanes.running + lanes.unreported if j.is_store and not j.is_move}
+            for lanes in self.lanes
         ]
         if any(events != open_events[0] for events in open_events):
             self.marks.hit("rank skew")
@@ -337,6 +367,9 @@ class SimWorker:
             return None
         received = set(failed)
         for job in jobs:
+            if job.is_move:
+                self._report_move(meta, job)
+                continue
             if job.is_store:
                 counts = meta.failed_store_events if job.failed else meta.completed_store_events
                 counts[job.event] = 1
@@ -359,6 +392,17 @@ class SimWorker:
             finished_recving=received or None, failed_recving=failed, kv_connector_worker_meta=meta
         )
 
+    def _report_move(self, meta: SimpleCPUOffloadWorkerMetadata, job: CopyJob) -> None:
+        if job.is_store:
+            counts = meta.failed_moves_down if job.failed else meta.completed_moves_down
+            self.marks.hit("move down failed" if job.failed else "move down")
+        else:
+            counts = meta.failed_moves_up if job.failed else meta.completed_moves_up
+            self.marks.hit("move up failed" if job.failed else "move up")
+            if job.failed and job.bad_source:
+                meta.bad_disk_blocks.add(job.pairs[job.done_pairs][0])
+        counts[job.event] = 1
+
     def runner_outputs(self, step: Step) -> list[ModelRunnerOutput]:
         """The outputs of all ranks for one step that ran."""
         ids = list(step.output.num_scheduled_tokens)
@@ -371,3 +415,17 @@ class SimWorker:
             )
             for report in step.reports
         ]
+
+
+def _target_tier(job: CopyJob) -> str:
+    """The tier below the device that the job writes; empty for loads."""
+    if job.is_move:
+        return "disk" if job.is_store else "host"
+    return "host" if job.is_store else ""
+
+
+def _source_tier(job: CopyJob) -> str:
+    """The tier below the device that the job reads; empty for stores."""
+    if job.is_move:
+        return "host" if job.is_store else "disk"
+    return "" if job.is_store else "host"

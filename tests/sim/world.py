@@ -29,6 +29,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import BlockHasher
+from vllm.v1.simple_kv_offload.capacity import gpu_total_bytes
 from vllm.v1.structured_output import StructuredOutputManager
 
 logging.getLogger("vllm").setLevel(logging.CRITICAL)
@@ -73,6 +74,9 @@ def _model_config(params: SimParams) -> SimpleNamespace:
     )
 
 
+SIM_DISK_WAIT_S = 4.0
+
+
 def _transfer_config(params: SimParams) -> KVTransferConfig | None:
     if params.host_blocks == 0:
         return None
@@ -87,6 +91,9 @@ def _transfer_config(params: SimParams) -> KVTransferConfig | None:
             "disk_path": "/nonexistent/sim",
             "disk_capacity_bytes": 1 << 40,
         }
+    if params.disk_blocks:
+        # Sizes in bytes are not known yet: `build_world` sets the capacity.
+        extra |= {"disk_tier": True, "disk_path": "/nonexistent/sim", "disk_wait_s": SIM_DISK_WAIT_S}
     return KVTransferConfig(
         kv_connector="SimpleCPUOffloadConnector",
         kv_role="kv_both",
@@ -143,6 +150,11 @@ def build_world(params: SimParams) -> World:
     alignment = resolve_cache_hit_alignment_tokens(kv_cache_config, config, block_size, hash_size)
     config.cache_config.hash_block_size = kv_cache_config.hash_block_size = hash_size
     config.cache_config.cache_hit_alignment_tokens = kv_cache_config.cache_hit_alignment_tokens = alignment
+    if params.disk_blocks:
+        block_bytes = -(-gpu_total_bytes(kv_cache_config) // kv_cache_config.num_blocks)
+        assert config.kv_transfer_config is not None
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        extra["disk_capacity_bytes"] = params.disk_blocks * block_bytes
     clock, publisher = SimClock(), CapturingPublisher()
     scheduler_cls = AsyncScheduler if params.async_scheduling else Scheduler
     scheduler = scheduler_cls(
@@ -155,6 +167,9 @@ def build_world(params: SimParams) -> World:
         clock=clock,
         event_publisher=publisher,
     )
+    manager = getattr(scheduler.connector, "scheduler_manager", None)
+    if manager is not None and manager.chain is not None:
+        manager.chain.clock = clock
     uses_hashes = params.prefix_caching or params.host_blocks > 0
     return World(
         params=params,

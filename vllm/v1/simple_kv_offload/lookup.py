@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_hash import BlockHash
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, iter_layer_specs
@@ -62,6 +63,13 @@ class Promises:
         lease = Lease(self._tier.pool, _real(blocks), f"promise to {request.request_id}")
         self._by_request[request.request_id] = Promise(local_tokens, num_tokens, blocks, lease)
         return num_tokens
+
+    def searchable(self, request: Request, local_tokens: int) -> tuple[Sequence[BlockHash], int] | None:
+        """Hashes behind the local prefix and the tokens that a hit may have at most; None if nothing may be loaded."""
+        max_tokens = request.num_tokens - 1 - local_tokens
+        if request.skip_reading_prefix_cache or not self._can_extend(local_tokens) or max_tokens <= 0:
+            return None
+        return request.block_hashes[local_tokens // self._hash_block_size :], max_tokens
 
     def peek(self, request: Request, local_tokens: int) -> int:
         """What `lookup` would return; promises, holds and reports nothing."""

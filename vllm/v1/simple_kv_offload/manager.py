@@ -8,11 +8,13 @@ clocks or keep a policy of its own. Layer L4.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_event_types import MEDIUM_CPU, MEDIUM_STORAGE, KVCacheEvent
 from vllm.logger import init_logger
 from vllm.utils.checks import check
+from vllm.utils.clock import Clock, MonotonicClock
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
@@ -30,11 +32,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.simple_kv_offload.capacity import blocks_for_bytes, choose_num_blocks, gpu_total_bytes
+from vllm.v1.simple_kv_offload.disk_tier import DiskChain, DiskSettings, chain_finder
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.lookup import Promises
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadStats
-from vllm.v1.simple_kv_offload.options import check_num_cpu_blocks
+from vllm.v1.simple_kv_offload.options import DEFAULT_DISK_WAIT_S, check_num_cpu_blocks
 from vllm.v1.simple_kv_offload.records import (
     BlockStoreMeta,
     BoundaryStoreStats,
@@ -55,6 +58,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
 
     ``cpu_capacity_bytes`` are per rank; ``disk_capacity_bytes > 0`` selects the disk instead.
     ``num_cpu_blocks`` replaces sizing by bytes, ``aligned_num_cpu_blocks`` is what the ranks agreed on.
+    ``disk_tier_bytes > 0`` puts a disk of so many bytes per rank below host memory.
     Raises ``ValueError`` for capacities or models it cannot work with.
     """
 
@@ -70,6 +74,10 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         use_page_cache: bool = False,
         num_cpu_blocks: int | None = None,
         aligned_num_cpu_blocks: int | None = None,
+        *,
+        disk_tier_bytes: int = 0,
+        disk_wait_s: float = DEFAULT_DISK_WAIT_S,
+        clock: Clock | None = None,
     ) -> None:
         self.lazy_offload = lazy_offload
         self.fa_gidx = find_full_attention_group(kv_cache_config)
@@ -103,6 +111,11 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             vllm_config.parallel_config.decode_context_parallel_size,
         )
         self.lazy_cursor_id: int | None = None
+        self.chain: DiskChain | None = None
+        if disk_tier_bytes > 0:
+            self.chain = self._make_chain(
+                vllm_config, kv_cache_config, disk_tier_bytes, disk_wait_s, clock or MonotonicClock()
+            )
         self.reporter = StatsReporter(
             is_disk,
             use_page_cache,
@@ -114,6 +127,25 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self._store_side: StoreSide | None = None
         self._load_side: LoadSide | None = None
         logger.info("KV offload: %d %s blocks per rank, %s mode", num_blocks, self.tier.medium, self._mode)
+
+    def _make_chain(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        capacity_bytes: int,
+        wait_s: float,
+        clock: Clock,
+    ) -> DiskChain:
+        num_blocks = blocks_for_bytes(
+            capacity_bytes, kv_cache_config.num_blocks, gpu_total_bytes(kv_cache_config)
+        )
+        disk = Tier(
+            kv_cache_config, replace(self.tier.geometry, num_blocks=num_blocks, medium=MEDIUM_STORAGE)
+        )
+        depth = max(self.target_free, self.tier.num_blocks // 8)
+        settings = DiskSettings(self.hash_block_size, self.expected_worker_count, depth, wait_s)
+        logger.info("KV offload: %d disk blocks per rank below them", num_blocks)
+        return DiskChain(self.tier, disk, chain_finder(self.tier, disk), settings, clock)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Called once, before any request: the pool whose blocks are copied."""
@@ -149,13 +181,22 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     ) -> tuple[int | None, bool]:
         """Tokens the tier holds behind the local prefix, promised to this request; loads are asynchronous.
 
-        ``None`` while an earlier load under the same id has not ended.
+        ``None`` while an earlier load under the same id has not ended, or blocks come up from the disk.
         """
         if self.load_side.owns(request.request_id):
             return None, False
+        chain = self.chain
+        if chain is not None and self._must_wait(chain, request, num_computed_tokens):
+            return None, False
         num_tokens = self.promises.lookup(request, num_computed_tokens)
+        if chain is not None:
+            chain.promised(request.request_id)
         self.reporter.looked_up(max(0, request.num_tokens - 1 - num_computed_tokens))
         return num_tokens, num_tokens > 0
+
+    def _must_wait(self, chain: DiskChain, request: Request, num_computed_tokens: int) -> bool:
+        searchable = self.promises.searchable(request, num_computed_tokens)
+        return searchable is not None and chain.must_wait(request.request_id, *searchable)
 
     def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """What the tier holds behind the local prefix; nothing is promised, held or counted."""
@@ -166,6 +207,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     ) -> None:
         """The request was admitted with so many of the promised tokens; called again with 0 later."""
         self.store_side.track(request)
+        if self.chain is not None:
+            self.chain.forget_request(request.request_id)
         if num_external_tokens > 0:
             self.load_side.accept(request, blocks, num_external_tokens)
             self.reporter.accepted(num_external_tokens)
@@ -186,6 +229,10 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             for transfer in transfers:
                 metadata.store_gpu_blocks += [block.block_id for block in transfer.device_blocks]
                 metadata.store_cpu_blocks += [block.block_id for block in transfer.tier_blocks]
+        if self.chain is not None:
+            self.chain.plan()
+            metadata.move_down = self.chain.down.submit()
+            metadata.move_up = self.chain.up.submit()
         return metadata
 
     def plan_stores(self, scheduler_output: SchedulerOutput) -> None:
@@ -220,13 +267,25 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             self.load_side.lost_events |= report.lost_load_events
             self.store_side.report(report.failed_store_events, ok=False)
             self.store_side.report(report.completed_store_events, ok=True)
+            self._update_chain(report)
         self.load_side.report(
             connector_output.finished_recving or (), connector_output.failed_recving or (), bad_slots
         )
 
+    def _update_chain(self, report: SimpleCPUOffloadWorkerMetadata) -> None:
+        chain = self.chain
+        if chain is None:
+            return
+        chain.report_bad(report.bad_disk_blocks)
+        chain.report_down(report.failed_moves_down, ok=False)
+        chain.report_down(report.completed_moves_down, ok=True)
+        chain.report_up(report.failed_moves_up, ok=False)
+        chain.report_up(report.completed_moves_up, ok=True)
+
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Events of the tier since the last call."""
-        return self.tier.take_events()
+        """Events of the tiers since the last call."""
+        below = [] if self.chain is None else self.chain.disk.take_events()
+        return [*self.tier.take_events(), *below]
 
     # -- ends ---------------------------------------------------------------------------------
 
@@ -246,8 +305,12 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         request_id = request.request_id
         self.promises.withdraw(request_id)
         self.load_side.finish_request(request_id)
+        if self.chain is not None:
+            self.chain.forget_request(request_id)
         if request.status is RequestStatus.FINISHED_ERROR:
-            self.store_side.fail_request(request)
+            poisoned = self.store_side.fail_request(request)
+            if self.chain is not None:
+                self.chain.disk.forget(poisoned)
         else:
             self.store_side.finish_request(request, block_ids)
         return False, None
@@ -262,8 +325,9 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         loads_idle = self.load_side.reset()
         stores_idle = self.store_side.reset()
         self.lazy_cursor_id = None
+        chain_idle = self.chain is None or self.chain.reset()
         held = self.tier.pool.invalidate_prefix_cache()
-        return loads_idle and stores_idle and held == 0
+        return loads_idle and stores_idle and chain_idle and held == 0
 
     # -- figures ------------------------------------------------------------------------------
 
@@ -273,7 +337,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
 
     def has_pending_work(self) -> bool:
         """Whether only further steps can collect a copy."""
-        return self.store_side.has_work or self.load_side.has_orphans
+        moves = self.chain is not None and self.chain.has_work
+        return self.store_side.has_work or self.load_side.has_orphans or moves
 
     def has_pending_block_frees(self) -> bool:
         """Whether a running store will give blocks back to the device's free list."""

@@ -13,6 +13,16 @@ INVALID_JOB_ID = -1
 
 
 @dataclass
+class DiskOrder:
+    """Blocks to move between host memory and disk in one direction, pairwise; ``issued``: last event so far."""
+
+    event: int = INVALID_JOB_ID
+    issued: int = INVALID_JOB_ID
+    src_blocks: list[int] = field(default_factory=list)
+    dst_blocks: list[int] = field(default_factory=list)
+
+
+@dataclass
 class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     """At most one load order and one store order; an event index of -1 means none.
 
@@ -38,6 +48,10 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     issued_load_event: int = INVALID_JOB_ID
     """Last load event sent so far, this step's included: a rank that missed one notices. Store alike."""
     issued_store_event: int = INVALID_JOB_ID
+    move_down: DiskOrder = field(default_factory=DiskOrder)
+    """Host → disk. Empty without a disk tier below the host."""
+    move_up: DiskOrder = field(default_factory=DiskOrder)
+    """Disk → host."""
 
     def is_empty(self) -> bool:
         """True if the workers have nothing to do."""
@@ -46,6 +60,8 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
             and self.store_event == INVALID_JOB_ID
             and not self.failed_load_reqs
             and not self.failed_load_events
+            and self.move_down.event == INVALID_JOB_ID
+            and self.move_up.event == INVALID_JOB_ID
         )
 
 
@@ -54,13 +70,19 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
     """How many ranks reported each store event as completed, or as failed, since the last report.
 
     ``bad_cpu_blocks`` are source blocks whose content turned out unusable during a load.
-    ``lost_load_events`` never reached a rank, because its step failed.
+    ``lost_load_events`` never reached a rank, because its step failed. ``*_moves_*`` are those between host and disk,
+    ``bad_disk_blocks`` their sources with unusable content.
     """
 
     completed_store_events: dict[int, int] = field(default_factory=dict)
     failed_store_events: dict[int, int] = field(default_factory=dict)
     bad_cpu_blocks: set[int] = field(default_factory=set)
     lost_load_events: set[int] = field(default_factory=set)
+    completed_moves_down: dict[int, int] = field(default_factory=dict)
+    failed_moves_down: dict[int, int] = field(default_factory=dict)
+    completed_moves_up: dict[int, int] = field(default_factory=dict)
+    failed_moves_up: dict[int, int] = field(default_factory=dict)
+    bad_disk_blocks: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> SimpleCPUOffloadWorkerMetadata:
         """The sum of both reports, as a new record."""
@@ -71,6 +93,11 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
             _add_counts(self.failed_store_events, other.failed_store_events),
             self.bad_cpu_blocks | other.bad_cpu_blocks,
             self.lost_load_events | other.lost_load_events,
+            _add_counts(self.completed_moves_down, other.completed_moves_down),
+            _add_counts(self.failed_moves_down, other.failed_moves_down),
+            _add_counts(self.completed_moves_up, other.completed_moves_up),
+            _add_counts(self.failed_moves_up, other.failed_moves_up),
+            self.bad_disk_blocks | other.bad_disk_blocks,
         )
 
 

@@ -18,6 +18,7 @@ DEFAULT_CPU_CAPACITY_BYTES = 8 * 1024**3
 DEFAULT_DISK_CAPACITY_BYTES = 100 * 1024**3
 DEFAULT_DISK_BUFFER_SLOTS = 2
 DEFAULT_TRANSFER_TIMEOUT_S = 60.0
+DEFAULT_DISK_WAIT_S = 5.0
 VALID_KV_OFFLOAD_BACKENDS = ("cpu", "disk")
 
 DISK_KEYS = ("disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache")
@@ -28,6 +29,8 @@ KNOWN_KEYS = (
     "lazy_offload",
     "kv_offload_backend",
     *DISK_KEYS,
+    "disk_tier",
+    "disk_wait_s",
     "transfer_timeout_s",
 )
 
@@ -46,6 +49,9 @@ class OffloadOptions:
     disk_buffer_slots: int
     use_page_cache: bool
     transfer_timeout_s: float
+    disk_tier: bool = False
+    """Whether a file lies below host memory."""
+    disk_wait_s: float = DEFAULT_DISK_WAIT_S
 
     @property
     def is_disk(self) -> bool:
@@ -66,14 +72,18 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
         raise ValueError(
             f"kv_offload_backend must be one of {', '.join(VALID_KV_OFFLOAD_BACKENDS)}, got {backend!r}"
         )
-    if backend == "cpu":
-        ignored = [key for key in DISK_KEYS if key in extra]
+    disk_tier = _flag(extra, "disk_tier", default=False)
+    if disk_tier and backend == "disk":
+        raise ValueError("disk_tier=true puts a disk below host memory: it needs kv_offload_backend='cpu'")
+    if backend == "cpu" and not disk_tier:
+        ignored = [key for key in (*DISK_KEYS, "disk_wait_s") if key in extra]
         if ignored:
             logger.warning("%s ignored: kv_offload_backend is 'cpu'", ", ".join(ignored))
-    is_disk = backend == "disk"
+    is_disk = backend == "disk" or disk_tier
     disk_path = extra.get("disk_path") if is_disk else None
     if is_disk and not (isinstance(disk_path, str) and disk_path):
-        raise ValueError(f"disk_path must name a file for kv_offload_backend='disk', got {disk_path!r}")
+        mode = "disk_tier=true" if disk_tier else "kv_offload_backend='disk'"
+        raise ValueError(f"disk_path must name a file for {mode}, got {disk_path!r}")
     server_wide, per_rank = _cpu_bytes(extra, world_size)
     return OffloadOptions(
         cpu_bytes=per_rank,
@@ -88,6 +98,8 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
         else DEFAULT_DISK_BUFFER_SLOTS,
         use_page_cache=_flag(extra, "use_page_cache", default=False) if is_disk else False,
         transfer_timeout_s=_seconds(extra, "transfer_timeout_s", DEFAULT_TRANSFER_TIMEOUT_S),
+        disk_tier=disk_tier,
+        disk_wait_s=_seconds(extra, "disk_wait_s", DEFAULT_DISK_WAIT_S),
     )
 
 

@@ -69,3 +69,12 @@ class Ledger:
     def in_flight(self) -> int:
         """Blocks whose copy is planned or under way, wanted or not."""
         return self.scheduled - self.done - self.failed - self.dropped
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """What went wrong with the disk: requests that waited in vain, failed reads, slots with wrong bytes."""
+
+    timeouts: int = 0
+    failed_reads: int = 0
+    bad_blocks: int = 0

@@ -212,8 +212,11 @@ class StoreSide:
             self.plan(chosen.candidates, request.request_id)
         self.forget_request(request.request_id)
 
-    def fail_request(self, request: Request) -> None:
-        """The request ends in an error: what it has read or written is not to be trusted, whoever stored it."""
+    def fail_request(self, request: Request) -> list[BlockHashWithGroupId]:
+        """The request ends in an error: what it has read or written is not to be trusted, whoever stored it.
+
+        Returns the keys of that content.
+        """
         request_id = request.request_id
         poisoned = set(keys_between(self.stores, request, 0, request.num_tokens))
         for transfer in [t for t in self.planned if t.request_id == request_id]:
@@ -227,6 +230,7 @@ class StoreSide:
         self.in_flight.difference_update(poisoned)
         self._tier.forget(sorted(poisoned))
         self.forget_request(request_id)
+        return sorted(poisoned)
 
     def forget_request(self, request_id: str) -> None:
         """Drop everything tracked of a request. Its stores in flight go on."""

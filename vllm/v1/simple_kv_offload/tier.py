@@ -56,7 +56,15 @@ class Tier:
             num_hash_lookahead_tokens=geometry.num_hash_lookahead_tokens,
             medium=geometry.medium,
         )
-        self.coordinator: KVCacheCoordinator = get_kv_cache_coordinator(
+        self.geometry = geometry
+        self.coordinator = self.make_coordinator(self.pool)
+        self.commits = 0
+        """Staged slots that became findable so far."""
+
+    def make_coordinator(self, pool: BlockPool) -> KVCacheCoordinator:
+        """A coordinator with this tier's rules that searches ``pool``."""
+        geometry = self.geometry
+        return get_kv_cache_coordinator(
             kv_cache_config=self.config,
             max_model_len=geometry.max_model_len,
             max_in_flight_tokens=geometry.max_in_flight_tokens,
@@ -69,7 +77,7 @@ class Tier:
             hash_block_size=geometry.hash_block_size,
             num_hash_lookahead_tokens=geometry.num_hash_lookahead_tokens,
             allow_partial_hash_hits=geometry.allow_partial_hits,
-            block_pool=self.pool,
+            block_pool=pool,
         )
 
     @property
@@ -122,6 +130,7 @@ class Tier:
 
     def commit(self, block: KVCacheBlock, keys: Iterable[StagedKey]) -> None:
         """Make a staged slot, whose bytes have arrived, findable under its keys."""
+        self.commits += 1
         for staged in keys:
             self.pool.commit_staged(block, staged.key, staged.num_tokens, staged.info)
 

@@ -27,8 +27,10 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
     WaitEvent,
     bytes_per_block,
 )
+from vllm.v1.simple_kv_offload.copy_backends.disk_file import DIRECT_IO_ALIGNMENT
 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor, unpin_tensor
 from vllm.v1.simple_kv_offload.disk_backend import DiskBackend, disk_file_path
+from vllm.v1.simple_kv_offload.disk_moves import DiskMoves
 from vllm.v1.simple_kv_offload.host_buffer import HostBuffer
 from vllm.v1.simple_kv_offload.metadata import (
     INVALID_JOB_ID,
@@ -101,6 +103,7 @@ class SimpleCPUOffloadWorker:
         num_cpu_blocks: int | None = None,
         *,
         transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S,
+        disk_tier: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self._vllm_config = vllm_config
@@ -110,6 +113,7 @@ class SimpleCPUOffloadWorker:
         self._disk_path = disk_path
         self._disk_buffer_slots = disk_buffer_slots
         self._use_page_cache = use_page_cache
+        self._disk_tier_bytes = disk_capacity_bytes if disk_tier else 0
         self._configured_blocks = check_num_cpu_blocks(num_cpu_blocks)
         self._transfer_timeout_s = transfer_timeout_s
         self._clock = clock or MonotonicClock()
@@ -120,6 +124,7 @@ class SimpleCPUOffloadWorker:
         self.num_cpu_blocks = 0
         self._host_buffer: HostBuffer | None = None
         self._backend: Mover | None = None
+        self._moves: DiskMoves | None = None
 
         self._metadata: SimpleCPUOffloadMetadata | None = None
         self._loads: list[_OpenCopy] = []
@@ -174,6 +179,36 @@ class SimpleCPUOffloadWorker:
         )
         backend.init(self.gpu_kv_caches, self.cpu_kv_caches, self.device, *streams)
         self._backend = backend
+        if self._disk_tier_bytes:
+            self._moves = DiskMoves(self._open_disk_tier())
+
+    def _open_disk_tier(self) -> DiskBackend | None:
+        """The disk below host memory; None, with a message, if its file cannot be made: the engine goes on."""
+        if self._disk_path is None:
+            raise ValueError("disk_path must be set for disk_tier=true")
+        block_bytes = bytes_per_block(self.cpu_kv_caches)
+        path = disk_file_path(self._disk_path, self._vllm_config)
+        backend = DiskBackend(clock=self._clock, deadline_s=self._transfer_timeout_s)
+        try:
+            backend.init(
+                self.cpu_kv_caches,
+                torch.device("cpu"),
+                None,
+                None,
+                path,
+                max(1, self._disk_tier_bytes // block_bytes),
+                block_bytes,
+                self._disk_buffer_slots,
+                self._use_page_cache or block_bytes % DIRECT_IO_ALIGNMENT != 0,
+            )
+        except OSError as error:
+            logger.error(
+                "KV offload: the disk tier is off, %s cannot be used: %s. The engine goes on with the host tier.",
+                path,
+                error,
+            )
+            return None
+        return backend
 
     def _start_disk(self, block_bytes: int, streams: Streams) -> None:
         if self._disk_path is None:
@@ -198,6 +233,9 @@ class SimpleCPUOffloadWorker:
 
     def shutdown(self) -> None:
         """End copies and threads, release memory and files. Idempotent."""
+        moves, self._moves = self._moves, None
+        if moves is not None:
+            moves.shutdown()
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.shutdown()
@@ -217,6 +255,8 @@ class SimpleCPUOffloadWorker:
         self._store_pending = metadata.store_event != INVALID_JOB_ID
         self._notice_lost_orders(metadata)
         self._undeliverable.update(metadata.failed_load_reqs)
+        if self._moves is not None:
+            self._moves.bind(metadata)
 
     def _notice_lost_orders(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Orders of steps that never got as far as here (an earlier part of the step failed) end as failed."""
@@ -238,6 +278,8 @@ class SimpleCPUOffloadWorker:
         metadata, self._metadata = self._metadata, None
         if metadata is None:
             return
+        if self._moves is not None:
+            self._moves.drop()
         if self._load_pending:
             self._undeliverable.update(metadata.load_event_to_reqs.get(metadata.load_event, ()))
         if self._store_pending:
@@ -256,6 +298,8 @@ class SimpleCPUOffloadWorker:
         the zeroing of fresh blocks.
         """
         metadata = self._metadata
+        if metadata is not None and self._moves is not None:
+            self._moves.start()
         if metadata is None or not self._load_pending:
             return
         self._load_pending = False
@@ -344,6 +388,8 @@ class SimpleCPUOffloadWorker:
         for event in self._lost_stores:
             report.failed_store_events[event] = 1
         self._lost_stores = []
+        if self._moves is not None:
+            self._moves.report_to(report)
         report.bad_cpu_blocks, self._bad_slots = self._bad_slots, set()
         report.lost_load_events, self._lost_loads_to_report = self._lost_loads_to_report, set()
         if report == SimpleCPUOffloadWorkerMetadata():
@@ -360,11 +406,16 @@ class SimpleCPUOffloadWorker:
                     result.synchronize(DRAIN_POLL_S)
                 else:
                     time.sleep(DRAIN_POLL_S)
+        for result in () if self._moves is None else self._moves.open_results:
+            while not result.synchronize(DRAIN_POLL_S):
+                self._check_health()
 
     def _check_health(self) -> None:
         # A mover put in from outside need not offer this.
         if isinstance(self._backend, CopyBackend):
             self._backend.check_health()
+        if self._moves is not None:
+            self._moves.check_health()
 
 
 def _split_by_request(metadata: SimpleCPUOffloadMetadata) -> Iterator[tuple[tuple[str, ...], slice]]:

@@ -240,10 +240,12 @@ def _make_manager(
         scheduler_block_size,
         hash_block_size,
         lazy_offload=options.lazy_offload,
-        disk_capacity_bytes=options.disk_capacity_bytes,
+        disk_capacity_bytes=options.disk_capacity_bytes if options.is_disk else 0,
         use_page_cache=options.use_page_cache,
         num_cpu_blocks=options.num_cpu_blocks,
         aligned_num_cpu_blocks=vllm_config.cache_config.simple_cpu_offload_num_blocks,
+        disk_tier_bytes=options.disk_capacity_bytes if options.disk_tier else 0,
+        disk_wait_s=options.disk_wait_s,
     )
 
 
@@ -261,6 +263,7 @@ def _make_worker(
         use_page_cache=options.use_page_cache,
         num_cpu_blocks=options.num_cpu_blocks,
         transfer_timeout_s=options.transfer_timeout_s,
+        disk_tier=options.disk_tier,
     )
 
 

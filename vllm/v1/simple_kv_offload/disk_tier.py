@@ -1,0 +1,366 @@
+"""The disk below the host tier: what goes down before the host evicts it, and what comes up for a request.
+
+Owns the moves between the two tiers and the requests that wait for them. It must not know the device, its loads and
+stores, or how bytes move. Layer L4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
+from vllm.utils.clock import Clock
+from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
+from vllm.v1.core.block_lease import Lease
+from vllm.v1.core.kv_cache_block import KVCacheBlock
+from vllm.v1.simple_kv_offload.chain_index import ChainIndex
+from vllm.v1.simple_kv_offload.metadata import DiskOrder
+from vllm.v1.simple_kv_offload.records import DiskCounts, MoveLedger
+from vllm.v1.simple_kv_offload.store_policy import Candidate, Stores, find_endangered, select_endangered
+from vllm.v1.simple_kv_offload.tier import Tier
+from vllm.v1.simple_kv_offload.transfer import StagedKey, StoreTable, Transfer, TransferState
+
+logger = init_logger(__name__)
+
+FAILED_WRITES_MAX = 3
+"""Failed writes in a row after which the disk is not written to any more."""
+DEPTH_MAX = 512
+"""Slots of the host's order of eviction that are looked at in a step."""
+WRITES_PER_STEP = 64
+
+Found = tuple[tuple[Sequence[KVCacheBlock], ...], int]
+Find = Callable[[Sequence[BlockHash], int], Found]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """``depth``: how many of the host's next victims should be on disk; ``wait_s``: how long a request waits."""
+
+    hash_block_size: int
+    num_ranks: int
+    depth: int
+    wait_s: float
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A request for which blocks come up, from its first ask until it was admitted or ended.
+
+    ``leases`` hold, in the host tier, what it found there and what is arriving; empty once a promise holds it.
+    """
+
+    since: float
+    leases: list[Lease]
+    transfers: list[Transfer]
+    num_promoted: int
+
+    @property
+    def arrived(self) -> bool:
+        return all(transfer.ended for transfer in self.transfers)
+
+
+class Moves:
+    """Copies in one direction: planned, submitted, ended. A target gets only keys that its source still has then."""
+
+    def __init__(self, source: Tier, target: Tier, num_ranks: int) -> None:
+        self.source = source
+        self.target = target
+        self.planned: list[Transfer] = []
+        self.table = StoreTable(num_ranks)
+        self.ledger = MoveLedger()
+
+    def plan(self, transfer: Transfer) -> None:
+        """The order leaves with the next `submit`."""
+        self.planned.append(transfer)
+        self.ledger.scheduled += len(transfer)
+
+    def submit(self) -> DiskOrder:
+        """The order of this step, and the last event so far."""
+        if not self.planned:
+            return DiskOrder(issued=self.table.last_event)
+        transfers, self.planned = self.planned, []
+        event = self.table.submit(transfers)
+        return DiskOrder(
+            event,
+            event,
+            [block.block_id for transfer in transfers for block in transfer.device_blocks],
+            [block.block_id for transfer in transfers for block in transfer.tier_blocks],
+        )
+
+    def report(self, counts: Mapping[int, int], *, ok: bool) -> Iterator[tuple[Transfer, bool]]:
+        """Ranks reported events; yields each transfer that is over on all of them, before its blocks are let go."""
+        for event, count in sorted(counts.items()):
+            complete = self.table.report(event, count, ok=ok)
+            for transfer in complete[0] if complete is not None else ():
+                assert complete is not None
+                yield transfer, complete[1]
+                self._end(transfer, complete[1])
+
+    def _end(self, transfer: Transfer, ok: bool) -> None:
+        size = len(transfer)
+        if transfer.state is TransferState.ABANDONED:
+            self.ledger.dropped += size
+        elif ok:
+            self._commit(transfer)
+            self.ledger.done += size
+        else:
+            self.ledger.failed += size
+        transfer.finish(ok=ok)
+
+    def _commit(self, transfer: Transfer) -> None:
+        for source, slot, keys in zip(
+            transfer.device_blocks, transfer.tier_blocks, transfer.keys, strict=True
+        ):
+            present = {key for key, _ in self.source.pool.get_keys(source)}
+            self.target.commit(
+                slot,
+                [staged for staged in keys if staged.key in present and not self.target.contains(staged.key)],
+            )
+
+    def reset(self) -> bool:
+        """Drop what was not sent, abandon what runs; True if nothing runs."""
+        planned, self.planned = self.planned, []
+        for transfer in planned:
+            self.ledger.dropped += len(transfer)
+            transfer.discard()
+        for transfer in self.table.transfers:
+            if transfer.state is TransferState.SUBMITTED:
+                transfer.abandon()
+        return len(self.table) == 0
+
+    @property
+    def live(self) -> list[Transfer]:
+        """Planned and submitted ones."""
+        return [*self.planned, *self.table.transfers]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the live ones."""
+        return sum(map(len, self.live))
+
+
+class DiskChain:
+    """The moves between host and disk.
+
+    A block goes down while it is among the host's next victims, and stays in both tiers. Blocks come up only for a
+    request that the scheduler is about to admit: it is asked to wait, once, and within ``wait_s``. What is promoted
+    for requests that have not read it yet never takes more than half of the host tier.
+    """
+
+    def __init__(self, host: Tier, disk: Tier, find: Find, settings: DiskSettings, clock: Clock) -> None:
+        self.host = host
+        self.disk = disk
+        self.clock = clock
+        self.down = Moves(host, disk, settings.num_ranks)
+        self.up = Moves(disk, host, settings.num_ranks)
+        self.counts = DiskCounts()
+        self.writes_off = False
+        self._find = find
+        self._settings = settings
+        self._leaving: set[BlockHashWithGroupId] = set()
+        self._stores = Stores(host.pool, disk, self._leaving, (), settings.hash_block_size)
+        self._arriving: dict[int, tuple[Transfer, KVCacheBlock]] = {}
+        self._waits: dict[str, _Wait] = {}
+        self._failed_writes = 0
+        self._seen: tuple[int, ...] = ()
+
+    # -- coming up ----------------------------------------------------------------------------
+
+    def must_wait(self, request_id: str, hashes: Sequence[BlockHash], max_tokens: int) -> bool:
+        """Whether the request should ask again later, because blocks that it can use are coming up.
+
+        At most one time of waiting per admission; after that, what has not arrived counts as a miss.
+        """
+        wait = self._waits.get(request_id)
+        if wait is None:
+            wait = self._start(request_id, hashes, max_tokens)
+            return wait is not None
+        if wait.arrived:
+            return False
+        if self.clock.monotonic() - wait.since < self._settings.wait_s:
+            return True
+        self.counts.timeouts += 1
+        wait.transfers = []
+        return False
+
+    def promised(self, request_id: str) -> None:
+        """A promise holds now what the request waited for."""
+        wait = self._waits.get(request_id)
+        if wait is not None:
+            for lease in wait.leases:
+                lease.release()
+            wait.leases = []
+
+    def forget_request(self, request_id: str) -> None:
+        """The request was admitted, or it ended. What is coming up for it still arrives."""
+        self.promised(request_id)
+        self._waits.pop(request_id, None)
+
+    def _start(self, request_id: str, hashes: Sequence[BlockHash], max_tokens: int) -> _Wait | None:
+        found = self._affordable(hashes, max_tokens)
+        if found is None:
+            return None
+        missing = self._missing(found)
+        below = {block.block_id for group in found for block in group if block.pool is self.disk.pool}
+        arriving = [self._arriving[block_id] for block_id in sorted(below & self._arriving.keys())]
+        owner = f"promotion for {request_id}"
+        present = [
+            block for group in found for block in group if not block.is_null and block.pool is self.host.pool
+        ]
+        leases = [Lease(self.host.pool, [*present, *(block for _, block in arriving)], owner)]
+        if len(missing) > self.host.num_stageable:
+            leases[0].release()
+            return None
+        transfers = [transfer for transfer, _ in arriving]
+        if missing:
+            transfer = self._plan_up(missing, owner)
+            leases.append(Lease(self.host.pool, transfer.tier_blocks, owner))
+            transfers.append(transfer)
+        wait = _Wait(self.clock.monotonic(), leases, transfers, len(missing))
+        self._waits[request_id] = wait
+        return wait
+
+    def _plan_up(self, sources: Sequence[KVCacheBlock], owner: str) -> Transfer:
+        keys = [self._keys(self.disk, block) for block in sources]
+        transfer = Transfer(
+            owner,
+            Lease(self.disk.pool, sources, owner),
+            Lease.adopt(self.host.pool, self.host.stage(len(sources)), owner),
+            keys,
+        )
+        for source, slot in zip(sources, transfer.tier_blocks, strict=True):
+            self._arriving[source.block_id] = (transfer, slot)
+        self.up.plan(transfer)
+        return transfer
+
+    def _affordable(
+        self, hashes: Sequence[BlockHash], max_tokens: int
+    ) -> tuple[Sequence[KVCacheBlock], ...] | None:
+        """The longest prefix over both tiers that is longer than the host's and fits into the room for it."""
+        host_tokens = self.host.find(hashes, max_tokens)[1]
+        promoted = sum(wait.num_promoted for wait in self._waits.values())
+        room = min((self.host.num_blocks - 1) // 2 - promoted, self.host.num_stageable // 2)
+        while max_tokens > host_tokens:
+            blocks, num_tokens = self._find(hashes, max_tokens)
+            if num_tokens <= host_tokens:
+                return None
+            if len(self._missing(blocks)) <= room:
+                return blocks
+            max_tokens = host_tokens + (num_tokens - host_tokens) // 2
+        return None
+
+    def _missing(self, blocks: tuple[Sequence[KVCacheBlock], ...]) -> list[KVCacheBlock]:
+        """Those on disk that are not coming up already, each once."""
+        below = {block.block_id: block for group in blocks for block in group if block.pool is self.disk.pool}
+        return [
+            block for block_id, block in below.items() if block_id not in self._arriving and not block.is_null
+        ]
+
+    # -- going down ---------------------------------------------------------------------------
+
+    def plan(self) -> None:
+        """Plan copies of the host's next victims that have none. At most half of the host's free slots at a time."""
+        if self.writes_off:
+            return
+        ledger = self.down.ledger
+        seen = (self.host.evictions, self.host.commits, self.disk.evictions, ledger.scheduled, ledger.ended)
+        if seen == self._seen:
+            return
+        depth = min(self._settings.depth, (self.host.num_blocks - 1) // 2, DEPTH_MAX)
+        pending = self.down.num_blocks
+        endangered = find_endangered(self._stores, max(0, depth - pending))
+        limit = min(
+            WRITES_PER_STEP,
+            self.host.num_stageable // 2,
+            max(1, (self.host.num_blocks - 1) // 4) - pending,
+        )
+        if limit > 0:
+            chosen = select_endangered(self._stores, endangered, limit)
+            # A lease gives its blocks back last first; the oldest must end up frontmost again.
+            self._plan_down(chosen.candidates[::-1])
+        self._seen = seen
+
+    def _plan_down(self, candidates: Sequence[Candidate]) -> None:
+        if not candidates:
+            return
+        owner = "move to disk"
+        transfer = Transfer(
+            owner,
+            Lease(self.host.pool, [candidate.block for candidate in candidates], owner),
+            Lease.adopt(self.disk.pool, self.disk.stage(len(candidates)), owner),
+            [candidate.keys for candidate in candidates],
+            device_to_front=True,
+        )
+        self._leaving.update(staged.key for keys in transfer.keys for staged in keys)
+        self.down.plan(transfer)
+
+    @staticmethod
+    def _keys(tier: Tier, block: KVCacheBlock) -> tuple[StagedKey, ...]:
+        return tuple(
+            StagedKey(key, num_tokens, tier.pool.get_stored_info(block, key))
+            for key, num_tokens in tier.pool.get_keys(block)
+        )
+
+    # -- reports ------------------------------------------------------------------------------
+
+    def report_down(self, counts: Mapping[int, int], *, ok: bool) -> None:
+        """Ranks reported moves to the disk. After some failures in a row the disk is not written to any more."""
+        for transfer, all_ok in self.down.report(counts, ok=ok):
+            if transfer.state is TransferState.SUBMITTED:
+                self._leaving.difference_update(staged.key for keys in transfer.keys for staged in keys)
+            self._failed_writes = 0 if all_ok else self._failed_writes + 1
+        if self._failed_writes >= FAILED_WRITES_MAX and not self.writes_off:
+            self.writes_off = True
+            logger.error(
+                "KV offload: the disk tier is switched off after %d failed writes in a row. The engine goes on "
+                "with the host tier; what is on the disk can still be read.",
+                self._failed_writes,
+            )
+
+    def report_up(self, counts: Mapping[int, int], *, ok: bool) -> None:
+        """Ranks reported moves from the disk. What could not be read is forgotten at once."""
+        for transfer, all_ok in self.up.report(counts, ok=ok):
+            for source in transfer.device_blocks:
+                self._arriving.pop(source.block_id, None)
+            if not all_ok and transfer.state is TransferState.SUBMITTED:
+                self.counts.failed_reads += 1
+                self.disk.pool.evict_blocks([block.block_id for block in transfer.device_blocks])
+
+    def report_bad(self, slots: Iterable[int]) -> None:
+        """Slots of the disk whose bytes are not what was written."""
+        bad = sorted(slots)
+        self.counts.bad_blocks += len(bad)
+        self.disk.pool.evict_blocks(bad)
+
+    def reset(self) -> bool:
+        """Make everything on disk unfindable at once; False if copies were under way."""
+        for request_id in list(self._waits):
+            self.forget_request(request_id)
+        self._leaving.clear()
+        self._arriving.clear()
+        down_idle = self.down.reset()
+        up_idle = self.up.reset()
+        self._seen = ()
+        return self.disk.pool.invalidate_prefix_cache() == 0 and down_idle and up_idle
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a move is planned or under way."""
+        return bool(self.down.live or self.up.live)
+
+    @property
+    def waiting(self) -> Mapping[str, object]:
+        """Requests for which blocks came up and that have neither been admitted nor ended."""
+        return self._waits
+
+
+def chain_finder(host: Tier, disk: Tier) -> Find:
+    """The search for the longest prefix over both tiers, by the kinds' own rules."""
+    coordinator = host.make_coordinator(ChainIndex(host.pool, disk.pool))
+
+    def find(block_hashes: Sequence[BlockHash], max_tokens: int) -> Found:
+        blocks, num_tokens, _ = coordinator.find_longest_cache_hit(list(block_hashes), max_tokens)
+        return tuple(blocks), num_tokens
+
+    return find
