@@ -290,8 +290,7 @@ class Rig:
         mover = connector.worker_handler._backend
         if isinstance(mover, HeldMover):
             mover.release()
-        else:
-            connector.worker_handler.drain()
+        connector.worker_handler.drain()
 
     # --- the fake model -------------------------------------------------------------------------------------------
 
@@ -399,6 +398,13 @@ class Rig:
         count = request.num_tokens // self.specs[group].block_size
         return [i for i in range(count) if self.manager.tier.contains(self.key(request, i, group))]
 
+    def on_disk(self, request: Request, group: int = 0) -> list[int]:
+        """Indices of the request's full blocks that the disk below the tier holds."""
+        chain = self.manager.chain
+        assert chain is not None
+        count = request.num_tokens // self.specs[group].block_size
+        return [i for i in range(count) if chain.disk.contains(self.key(request, i, group))]
+
     def assert_at_rest(self) -> None:
         """No reference, lease, transfer or entry is left anywhere."""
         pool, tier = self.scheduler.kv_cache_manager.block_pool, self.manager.tier.pool
@@ -416,6 +422,11 @@ class Rig:
         assert not loads.loads
         assert not loads.abandoned
         assert len(self.manager.promises) == 0
+        chain = self.manager.chain
+        if chain is not None:
+            assert not chain.disk.pool.leases
+            assert not chain.waiting
+            assert not chain.has_work
         assert not self.manager.has_pending_work()
 
     def evict_device(self) -> None:

@@ -199,3 +199,31 @@ def test_an_empty_device_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="0 bytes"):
         blocks_for_bytes(100, 0, 0)
     assert choose_num_blocks(7, None) == 7
+
+
+def test_a_disk_tier_lies_below_the_host() -> None:
+    extra = {"disk_tier": True, "disk_path": "/d/kv", "disk_capacity_bytes": 1 << 20, "disk_wait_s": 0.5}
+    options = parse_options(extra, world_size=1)
+    assert (options.disk_tier, options.is_disk, options.disk_wait_s) == (True, False, 0.5)
+    assert (options.disk_path, options.disk_capacity_bytes) == ("/d/kv", 1 << 20)
+    assert not parse_options({}, world_size=1).disk_tier
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"disk_tier": True}, "disk_path must name a file for disk_tier=true, got None"),
+        ({"disk_tier": "yes"}, "disk_tier must be true or false, got 'yes'"),
+        (
+            {"disk_tier": True, "kv_offload_backend": "disk", "disk_path": "/d/kv"},
+            "it needs kv_offload_backend='cpu'",
+        ),
+        (
+            {"disk_tier": True, "disk_path": "/d/kv", "disk_wait_s": 0},
+            "disk_wait_s must be a positive number",
+        ),
+    ],
+)
+def test_impossible_disk_tiers_are_refused(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_options(extra, world_size=1)

@@ -163,7 +163,9 @@ class DiskChain:
         self._arriving: dict[int, tuple[Transfer, KVCacheBlock]] = {}
         self._waits: dict[str, _Wait] = {}
         self._failed_writes = 0
-        self._seen: tuple[int, ...] = ()
+        # Per move: blocks with a copy that were as near to their eviction as those that it takes down.
+        self._older: dict[int, list[tuple[KVCacheBlock, BlockHashWithGroupId]]] = {}
+        self._seen = self._state
 
     # -- coming up ----------------------------------------------------------------------------
 
@@ -183,6 +185,10 @@ class DiskChain:
         self.counts.timeouts += 1
         wait.transfers = []
         return False
+
+    def peek(self, hashes: Sequence[BlockHash], max_tokens: int) -> tuple[int, int]:
+        """Tokens that the disk holds by itself, and that both tiers hold together. Nothing is held or moved."""
+        return self.disk.find(hashes, max_tokens)[1], self._find(hashes, max_tokens)[1]
 
     def promised(self, request_id: str) -> None:
         """A promise holds now what the request waited for."""
@@ -261,27 +267,30 @@ class DiskChain:
 
     def plan(self) -> None:
         """Plan copies of the host's next victims that have none. At most half of the host's free slots at a time."""
-        if self.writes_off:
+        seen = self._state
+        if self.writes_off or seen == self._seen:
             return
-        ledger = self.down.ledger
-        seen = (self.host.evictions, self.host.commits, self.disk.evictions, ledger.scheduled, ledger.ended)
-        if seen == self._seen:
-            return
-        depth = min(self._settings.depth, (self.host.num_blocks - 1) // 2, DEPTH_MAX)
+        self._seen = seen
+        half = max(1, (self.host.num_blocks - 1) // 2)
         pending = self.down.num_blocks
+        depth = min(self._settings.depth, half, DEPTH_MAX)
         endangered = find_endangered(self._stores, max(0, depth - pending))
-        limit = min(
-            WRITES_PER_STEP,
-            self.host.num_stageable // 2,
-            max(1, (self.host.num_blocks - 1) // 4) - pending,
-        )
+        limit = min(WRITES_PER_STEP, self.host.num_stageable // 2, half - pending)
         if limit > 0:
+            copied = [(block, key) for block, key in endangered.blocks if self._stores.is_copied(key)]
             chosen = select_endangered(self._stores, endangered, limit)
             # A lease gives its blocks back last first; the oldest must end up frontmost again.
-            self._plan_down(chosen.candidates[::-1])
-        self._seen = seen
+            self._plan_down(chosen.candidates[::-1], copied)
 
-    def _plan_down(self, candidates: Sequence[Candidate]) -> None:
+    @property
+    def _state(self) -> tuple[int, ...]:
+        """Changes when there may be something new to write."""
+        down = self.down.ledger
+        return (self.host.evictions, self.host.commits, self.disk.evictions, down.scheduled, down.ended)
+
+    def _plan_down(
+        self, candidates: Sequence[Candidate], older: list[tuple[KVCacheBlock, BlockHashWithGroupId]]
+    ) -> None:
         if not candidates:
             return
         owner = "move to disk"
@@ -294,6 +303,7 @@ class DiskChain:
         )
         self._leaving.update(staged.key for keys in transfer.keys for staged in keys)
         self.down.plan(transfer)
+        self._older[id(transfer)] = older
 
     @staticmethod
     def _keys(tier: Tier, block: KVCacheBlock) -> tuple[StagedKey, ...]:
@@ -306,10 +316,13 @@ class DiskChain:
 
     def report_down(self, counts: Mapping[int, int], *, ok: bool) -> None:
         """Ranks reported moves to the disk. After some failures in a row the disk is not written to any more."""
+        older: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
         for transfer, all_ok in self.down.report(counts, ok=ok):
+            older += self._older.pop(id(transfer), ())
             if transfer.state is TransferState.SUBMITTED:
                 self._leaving.difference_update(staged.key for keys in transfer.keys for staged in keys)
             self._failed_writes = 0 if all_ok else self._failed_writes + 1
+        self._back_to_front(older)
         if self._failed_writes >= FAILED_WRITES_MAX and not self.writes_off:
             self.writes_off = True
             logger.error(
@@ -317,6 +330,14 @@ class DiskChain:
                 "with the host tier; what is on the disk can still be read.",
                 self._failed_writes,
             )
+
+    def _back_to_front(self, blocks: Iterable[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
+        """What came back from a copy must not be evicted before what needed none."""
+        idle = {
+            block.block_id: block for block, key in blocks if block.ref_cnt == 0 and block.block_hash == key
+        }
+        self.host.pool.touch(list(idle.values()))
+        self.host.pool.free_blocks_to_front(idle.values())
 
     def report_up(self, counts: Mapping[int, int], *, ok: bool) -> None:
         """Ranks reported moves from the disk. What could not be read is forgotten at once."""
@@ -339,15 +360,15 @@ class DiskChain:
             self.forget_request(request_id)
         self._leaving.clear()
         self._arriving.clear()
+        self._older.clear()
         down_idle = self.down.reset()
         up_idle = self.up.reset()
-        self._seen = ()
         return self.disk.pool.invalidate_prefix_cache() == 0 and down_idle and up_idle
 
     @property
     def has_work(self) -> bool:
-        """Whether a move is planned or under way."""
-        return bool(self.down.live or self.up.live)
+        """Whether a move is planned or under way, or the next step may plan one."""
+        return bool(self.down.live or self.up.live) or (not self.writes_off and self._state != self._seen)
 
     @property
     def waiting(self) -> Mapping[str, object]:

@@ -202,6 +202,13 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         """What the tier holds behind the local prefix; nothing is promised, held or counted."""
         return self.promises.peek(request, num_computed_tokens)
 
+    def peek_disk_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, int] | None:
+        """What the disk below holds by itself, and what both tiers hold together; None without one."""
+        if self.chain is None:
+            return None
+        searchable = self.promises.searchable(request, num_computed_tokens)
+        return (0, 0) if searchable is None else self.chain.peek(*searchable)
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -348,7 +355,14 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         """Figures since the last call."""
         if self._store_side is None:
             return None
-        return self.reporter.report(self.tier, self.store_side, self.load_side)
+        stats = self.reporter.report(self.tier, self.store_side, self.load_side)
+        if self.chain is not None:
+            self.reporter.report_disk(stats, self.chain)
+        return stats
+
+    def describe_disk(self) -> TierReport | None:
+        """The disk below the tier; None without one."""
+        return None if self.chain is None else self.reporter.describe_disk(self.chain)
 
     def describe(self, source: CacheHitSource) -> TierReport:
         """The tier and its transfers, from counters; ``source`` is the name under which hits are booked."""

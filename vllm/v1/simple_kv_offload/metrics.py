@@ -30,6 +30,12 @@ class MetricName:
     LOAD_FAILURES = "vllm:simple_kv_offload_load_failures_total"
     EVICTED_BLOCKS = "vllm:simple_kv_offload_evicted_blocks_total"
     CACHED_ENTRIES = "vllm:simple_kv_offload_cached_entries"
+    DISK_MOVED_BLOCKS = "vllm:simple_kv_offload_disk_moved_blocks_total"
+    DISK_CACHED_ENTRIES = "vllm:simple_kv_offload_disk_cached_entries"
+    DISK_USED_BLOCKS = "vllm:simple_kv_offload_disk_used_blocks"
+    DISK_EVICTED_BLOCKS = "vllm:simple_kv_offload_disk_evicted_blocks_total"
+    DISK_FAULTS = "vllm:simple_kv_offload_disk_faults_total"
+    DISK_ACTIVE = "vllm:simple_kv_offload_disk_active"
 
 
 SAVE_OUTCOMES = (
@@ -58,6 +64,27 @@ _DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
     (MetricName.LOAD_FAILURES, "Counter", [], "Requests whose load failed."),
     (MetricName.EVICTED_BLOCKS, "Counter", [], "Cached slots taken for new content."),
     (MetricName.CACHED_ENTRIES, "Gauge", [], "Hashes that can be found in the tier."),
+    (
+        MetricName.DISK_MOVED_BLOCKS,
+        "Counter",
+        ["direction", "result"],
+        "Ended moves between host memory and the disk below it: done, failed or dropped.",
+    ),
+    (MetricName.DISK_CACHED_ENTRIES, "Gauge", [], "Hashes that can be found on the disk below host memory."),
+    (MetricName.DISK_USED_BLOCKS, "Gauge", [], "Disk slots held by moves, and the null slot."),
+    (MetricName.DISK_EVICTED_BLOCKS, "Counter", [], "Cached disk slots taken for new content."),
+    (
+        MetricName.DISK_FAULTS,
+        "Counter",
+        ["fault"],
+        "Requests that waited for the disk in vain (timeout), failed reads (read), slots with wrong bytes (bad_block).",
+    ),
+    (
+        MetricName.DISK_ACTIVE,
+        "Gauge",
+        [],
+        "1 while blocks are written to the disk tier, 0 once it is switched off.",
+    ),
 )
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from vllm.v1.core.kv_cache_view import describe_pool
 from vllm.v1.kv_cache_report import TierReport, TransferReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.metrics import OUTCOME_TO_FIELD, MetricName, SimpleCPUOffloadStats
 from vllm.v1.simple_kv_offload.records import Ledger
@@ -66,6 +67,50 @@ class StatsReporter:
         stats.set_gauge(MetricName.CACHED_ENTRIES, len(tier.pool.cached_block_hash_to_block))
         stats.set_gauge(MetricName.INFO, 1, self.info_labelvalues)
         return stats
+
+    def report_disk(self, stats: SimpleCPUOffloadStats, chain: DiskChain) -> None:
+        """Add the figures of the disk below the tier."""
+        for direction, moves in (("down", chain.down), ("up", chain.up)):
+            ledger = moves.ledger
+            for result, total in (
+                ("done", ledger.done),
+                ("failed", ledger.failed),
+                ("dropped", ledger.dropped),
+            ):
+                self._add(stats, MetricName.DISK_MOVED_BLOCKS, total, (direction, result))
+        counts = chain.counts
+        for fault, total in (
+            ("timeout", counts.timeouts),
+            ("read", counts.failed_reads),
+            ("bad_block", counts.bad_blocks),
+        ):
+            self._add(stats, MetricName.DISK_FAULTS, total, (fault,))
+        self._add(stats, MetricName.DISK_EVICTED_BLOCKS, chain.disk.evictions)
+        stats.set_gauge(MetricName.DISK_USED_BLOCKS, chain.disk.num_held)
+        stats.set_gauge(MetricName.DISK_CACHED_ENTRIES, len(chain.disk.pool.cached_block_hash_to_block))
+        stats.set_gauge(MetricName.DISK_ACTIVE, 0 if chain.writes_off else 1)
+
+    def describe_disk(self, chain: DiskChain) -> TierReport:
+        """The disk and the moves to and from it since the start; changes nothing. O(1)."""
+        source = CacheHitSource.DISK
+        return TierReport(
+            pool=describe_pool(chain.disk.pool, source, self._block_bytes),
+            mode="below host",
+            pending_store_blocks=chain.down.ledger.in_flight,
+            transfers=tuple(
+                TransferReport(
+                    tier=source,
+                    direction=direction,
+                    blocks_scheduled=ledger.scheduled,
+                    blocks_in_flight=ledger.in_flight,
+                    blocks_done=ledger.done,
+                    blocks_failed=ledger.failed,
+                    blocks_dropped=ledger.dropped,
+                    bytes_done=ledger.done * self._block_bytes,
+                )
+                for direction, ledger in (("store", chain.down.ledger), ("load", chain.up.ledger))
+            ),
+        )
 
     def describe(self, tier: Tier, stores: StoreSide, loads: LoadSide, source: CacheHitSource) -> TierReport:
         """The tier and its transfers since the start; changes nothing. O(1)."""

@@ -150,16 +150,24 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_manager.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalHit | None:
-        found = 0
-        if self.scheduler_manager is not None:
-            found = self.scheduler_manager.peek_matched_tokens(request, num_computed_tokens)
-        tokens = {self._cache_hit_source: found}
-        return ExternalHit(tokens, tokens, found > 0)
+        manager = self.scheduler_manager
+        if manager is None:
+            nothing = {self._cache_hit_source: 0}
+            return ExternalHit(nothing, nothing, False)
+        held = {self._cache_hit_source: manager.peek_matched_tokens(request, num_computed_tokens)}
+        offered = dict(held)
+        below = manager.peek_disk_tokens(request, num_computed_tokens)
+        if below is not None:
+            # What lies on the disk comes up first, and is loaded from host memory.
+            held[CacheHitSource.DISK], offered[self._cache_hit_source] = below
+        return ExternalHit(offered, held, any(offered.values()))
 
     def get_tier_reports(self) -> Sequence[TierReport]:
-        if self.scheduler_manager is None:
+        manager = self.scheduler_manager
+        if manager is None:
             return ()
-        return (self.scheduler_manager.describe(self._cache_hit_source),)
+        disk = manager.describe_disk()
+        return (manager.describe(self._cache_hit_source), *(() if disk is None else (disk,)))
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -277,6 +285,8 @@ def _log_options(options: OffloadOptions, world_size: int) -> None:
         options.cpu_bytes / 1024**3,
         world_size,
     )
+    if options.disk_tier:
+        logger.info("KV offload to disk below it: %.2f GiB per rank", options.disk_capacity_bytes / 1024**3)
 
 
 __all__ = ["DEFAULT_CPU_CAPACITY_BYTES", "VALID_KV_OFFLOAD_BACKENDS", "SimpleCPUOffloadConnector"]
