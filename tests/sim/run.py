@@ -9,34 +9,31 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from tests.sim.device import Memory, RingGroup, StateGroup
+from tests.sim.device import RingGroup, StateGroup
 from tests.sim.events import Consumer
 from tests.sim.failure import SimFailure, require
 from tests.sim.marks import Marks
 from tests.sim.params import SimParams
 from tests.sim.registry import HashRegistry
 from tests.sim.rng import Streams
+from tests.sim.views import RunViews
 from tests.sim.worker import SimWorker, Step
 from tests.sim.workload import Truth, Workload, make_request
 from tests.sim.world import build_world
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.outputs import RequestError
 from vllm.v1.core.block_hash import make_block_hash_with_group_id
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.message_types import FinishReason
 from vllm.v1.messages import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.simple_kv_offload.disk_tier import DiskChain
-from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
-from vllm.v1.simple_kv_offload.transfer import Transfer
 
 LIVE_REQUESTS_MAX = 9
 
 
-class Run:
+class Run(RunViews):
     """State of one run. Nothing here decides what happens next; see driver.py."""
 
     def __init__(self, params: SimParams) -> None:
@@ -86,61 +83,6 @@ class Run:
         connector.update_state_after_alloc = accepted  # type: ignore[method-assign]
 
     # --- views ----------------------------------------------------------------------------------------------------
-
-    @property
-    def device_pool(self) -> BlockPool:
-        """The device tier."""
-        return self.scheduler.kv_cache_manager.block_pool
-
-    @property
-    def offload(self) -> SimpleCPUOffloadScheduler | None:
-        """The offload manager, if there is one."""
-        connector = self.world.connector
-        return None if connector is None else connector.scheduler_manager
-
-    @property
-    def host_pool(self) -> BlockPool | None:
-        """The tier below the device."""
-        return None if self.offload is None else self.offload.tier.pool
-
-    @property
-    def chain(self) -> DiskChain | None:
-        """The moves between host and disk."""
-        return None if self.offload is None else self.offload.chain
-
-    def lower_pools(self) -> list[tuple[str, BlockPool, list[Memory]]]:
-        """The tiers below the device: name, pool, and memory by rank."""
-        pools = [] if self.host_pool is None else [("host", self.host_pool, self.worker.hosts)]
-        return pools + ([] if self.chain is None else [("disk", self.chain.disk.pool, self.worker.disks)])
-
-    def moves(self) -> list[Transfer]:
-        """Planned and submitted moves between host and disk."""
-        return [] if self.chain is None else [*self.chain.down.live, *self.chain.up.live]
-
-    def store_transfers(self) -> list[Transfer]:
-        """Planned and submitted stores."""
-        if self.offload is None:
-            return []
-        side = self.offload.store_side
-        return [*side.planned, *side.table.transfers]
-
-    def offload_tables(self) -> dict[str, object]:
-        """What the offload manager remembers per request or transfer; empty at rest."""
-        if self.offload is None:
-            return {}
-        stores, loads = self.offload.store_side, self.offload.load_side
-        return {
-            "stores planned": stores.planned,
-            "stores running": list(stores.table),
-            "keys in flight": stores.in_flight,
-            "store states": stores.states,
-            "store requests": stores.requests,
-            "loads": loads.loads,
-            "abandoned loads": loads.abandoned,
-            "promises": self.offload._pending_cpu_hits,
-            "moves": self.moves(),
-            "waits for the disk": {} if self.chain is None else self.chain.waiting,
-        }
 
     def written_blocks(self, step: Step) -> dict[str, set[int]]:
         """Device blocks that a scheduled step writes, by request."""
