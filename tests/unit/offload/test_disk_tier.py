@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,7 @@ def test_tier_02_queued_requests_do_not_crowd_the_host_tier(tmp_path: Path) -> N
         assert len(chain.waiting) <= 4
     for request in requests:
         rig.check_output(request)
-    served = rig.manager.load_side.ledger.loaded
+    served = rig.manager.load_side.ledger.done
     assert served >= 10
     assert chain.up.ledger.scheduled <= 1.1 * served
     rig.assert_at_rest()
@@ -301,13 +302,21 @@ def test_a_path_that_cannot_be_written_leaves_the_host_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    rig = DiskRig(tmp_path / "missing")
+    (tmp_path / "kv.rig0.rank_0").mkdir()
+    rig = DiskRig(tmp_path)
     assert "the disk tier is off" in caplog.text
     for seed in range(8):
         rig.generate(prompt(16, seed), max_tokens=1)
     assert rig.chain.writes_off
     rig.assert_at_rest()
     rig.close()
+
+
+def test_a_missing_folder_stops_the_start_and_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(ValueError, match=r"disk_path: .*missing is not a folder that exists"):
+        DiskRig(tmp_path / "missing")
+    assert threading.active_count() == before
 
 
 def test_an_abort_while_blocks_come_up_lets_go_of_them(rig: DiskRig) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.simple_kv_offload.chain_index import ChainIndex
 from vllm.v1.simple_kv_offload.metadata import DiskOrder
-from vllm.v1.simple_kv_offload.records import DiskCounts, MoveLedger
+from vllm.v1.simple_kv_offload.records import DiskCounts, Ledger
 from vllm.v1.simple_kv_offload.store_policy import Candidate, Stores, find_endangered, select_endangered
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import StagedKey, StoreTable, Transfer, TransferState
@@ -68,7 +68,7 @@ class Moves:
         self.target = target
         self.planned: list[Transfer] = []
         self.table = StoreTable(num_ranks)
-        self.ledger = MoveLedger()
+        self.ledger = Ledger()
 
     def plan(self, transfer: Transfer) -> None:
         """The order leaves with the next `submit`."""
@@ -286,7 +286,8 @@ class DiskChain:
     def _state(self) -> tuple[int, ...]:
         """Changes when there may be something new to write."""
         down = self.down.ledger
-        return (self.host.evictions, self.host.commits, self.disk.evictions, down.scheduled, down.ended)
+        ended = down.scheduled - down.in_flight
+        return (self.host.evictions, self.host.commits, self.disk.evictions, down.scheduled, ended)
 
     def _plan_down(
         self, candidates: Sequence[Candidate], older: list[tuple[KVCacheBlock, BlockHashWithGroupId]]

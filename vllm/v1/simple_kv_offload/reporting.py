@@ -97,18 +97,9 @@ class StatsReporter:
             pool=describe_pool(chain.disk.pool, source, self._block_bytes),
             mode="below host",
             pending_store_blocks=chain.down.ledger.in_flight,
-            transfers=tuple(
-                TransferReport(
-                    tier=source,
-                    direction=direction,
-                    blocks_scheduled=ledger.scheduled,
-                    blocks_in_flight=ledger.in_flight,
-                    blocks_done=ledger.done,
-                    blocks_failed=ledger.failed,
-                    blocks_dropped=ledger.dropped,
-                    bytes_done=ledger.done * self._block_bytes,
-                )
-                for direction, ledger in (("store", chain.down.ledger), ("load", chain.up.ledger))
+            transfers=(
+                self._transfer_report(source, "store", chain.down.ledger),
+                self._transfer_report(source, "load", chain.up.ledger),
             ),
         )
 

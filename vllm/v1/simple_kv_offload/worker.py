@@ -174,13 +174,14 @@ class SimpleCPUOffloadWorker:
             unpin_tensor if pins else None,
         )
         self.cpu_kv_caches = self._host_buffer.regions
+        # First what can be refused: threads that run by then would be left behind.
+        if self._disk_tier_bytes:
+            self._moves = DiskMoves(self._open_disk_tier())
         backend = create_copy_backend(
             "cuda_dma" if self.device.type == "cuda" else "threaded", self._clock, self._transfer_timeout_s
         )
         backend.init(self.gpu_kv_caches, self.cpu_kv_caches, self.device, *streams)
         self._backend = backend
-        if self._disk_tier_bytes:
-            self._moves = DiskMoves(self._open_disk_tier())
 
     def _open_disk_tier(self) -> DiskBackend | None:
         """The disk below host memory; None, with a message, if its file cannot be made: the engine goes on."""
