@@ -158,7 +158,7 @@ def flip_a_byte(folder: Path, slot: int, slot_bytes: int) -> None:
         file.write(bytes([value ^ 0x10]))
 
 
-def test_tier_01_tier_06_a_wrong_byte_costs_one_failed_read_and_a_recompute(
+def test_tier_01_and_06_a_wrong_byte_costs_one_failed_read_and_a_recompute(
     rig: DiskRig, tmp_path: Path
 ) -> None:
     first = rig.sink()
