@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -85,6 +86,27 @@ def test_prefix_cache_and_cpu_tier_give_the_same_tokens(name: str) -> None:
     cold = run(engine, {"d": prompt})["d"]
     assert [o.num_cached_tokens for o in (fresh, again, from_host, cold)] == [0, 3 * block, 3 * block, 0]
     assert tokens(fresh) == tokens(again) == tokens(from_host) == tokens(cold)
+
+
+@pytest.mark.parametrize("name", ["llama", "glm5_next"])
+def test_a_disk_tier_serves_what_the_cpu_tier_has_no_room_for(name: str, tmp_path: Path) -> None:
+    settings = offload_settings()
+    settings["kv_transfer_config"]["kv_connector_extra_config"] = {
+        "num_cpu_blocks": 33,
+        "disk_tier": True,
+        "disk_path": str(tmp_path / "kv"),
+        "disk_capacity_bytes": 64 << 20,
+    }
+    engine = start(name, max_model_len=512, **settings)
+    block = engine.cache_config.cache_hit_alignment_tokens
+    assert block is not None
+    prompts = [prompt_of(3 * block + 5, seed) for seed in range(16)]
+    fresh = [run(engine, {f"a{i}": prompt})[f"a{i}"] for i, prompt in enumerate(prompts)]
+    assert engine.reset_prefix_cache()
+    again = [run(engine, {f"b{i}": prompt})[f"b{i}"] for i, prompt in enumerate(prompts)]
+    assert [tokens(output) for output in again] == [tokens(output) for output in fresh]
+    assert [output.num_cached_tokens for output in again] == [3 * block] * len(prompts)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_pfx_14_a_reset_empties_all_tiers_or_names_those_it_left() -> None:
