@@ -15,14 +15,14 @@ from examples.offload_roundtrip import block_size, random_prompt
 from examples.serving import Server, offload_flags, serve
 
 REQUESTS = 8
-OUTPUT_TOKENS = 160
+OUTPUT_TOKENS = 224
 
 
 @pytest.fixture(scope="module")
 def small_server(tiny_glm: Path) -> Iterator[Server]:
     """A device pool that holds about three of the eight requests."""
     flags = [*offload_flags(64 << 20), "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"]
-    with serve(tiny_glm, *flags, "--num-gpu-blocks-override", "56") as server:
+    with serve(tiny_glm, *flags, "--num-gpu-blocks-override", "36") as server:
         yield server
 
 

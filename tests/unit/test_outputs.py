@@ -74,6 +74,7 @@ def test_unknown_arguments_are_ignored():
         (RequestError("kv_load_failed", "m"), GenerationError),
         (RequestError("engine_paused", "m", True), RetryableRequestError),
         (RequestError("invalid_grammar", "m"), VLLMValidationError),
+        (RequestError("kv_cache_too_small", "m"), VLLMValidationError),
     ],
 )
 def test_request_error_becomes_the_right_exception(error, kind):
