@@ -61,7 +61,8 @@ def make_output(
 ) -> EngineCoreOutput:
     """The message about one request, without what the end of a request adds."""
     output = EngineCoreOutput(request.request_id, token_ids, trace_headers=request.trace_headers)
-    if request.events:
+    if token_ids and request.events:
+        # Without a token the message may not be sent: a prefill chunk must not take the events away with it.
         output.events = request.take_events()
     if token_ids and request.prefill_stats is not None:
         output.prefill_stats = request.take_prefill_stats()
