@@ -12,6 +12,8 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from vllm.logger import forget_printed
+
 # Property tests are a pure function of the commit, so that a red run is red everywhere; explore with HYPOTHESIS_PROFILE=explore.
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
@@ -23,6 +25,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.fixture(autouse=True)
 def _heard_loggers() -> None:
     """A test that sets logging up (a server, a dictConfig) must not deafen `caplog` in the tests after it."""
+    forget_printed()
     root = logging.getLogger("vllm")
     root.propagate = True
     root.setLevel(logging.INFO)

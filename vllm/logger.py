@@ -40,6 +40,11 @@ class VLLMLogger(logging.Logger):
         self.log(level, message, *args, stacklevel=3)
 
 
+def forget_printed() -> None:
+    """Let `info_once` and `warning_once` say everything again, as in a new process."""
+    _printed.clear()
+
+
 class StandardStreamHandler(logging.Handler):
     """Writes to `sys.stdout` or `sys.stderr` as they are now, also after someone replaced them."""
 

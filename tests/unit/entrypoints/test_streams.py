@@ -140,7 +140,7 @@ async def test_errors_pass_through():
 async def test_the_server_sends_comments_before_the_first_token(tmp_path):
     hold = asyncio.Event()
     app = App(tmp_path, says("late"), ["--sse-keep-alive-interval", "0.02"], hold=hold)
-    asyncio.get_running_loop().call_later(0.1, hold.set)
+    asyncio.get_running_loop().call_later(1.0, hold.set)
     reply = await app.post("/v1/completions", {"prompt": "a", "stream": True})
     assert reply.text.startswith(SSE_KEEP_ALIVE_COMMENT)
     assert '"text":"late"' in reply.text
