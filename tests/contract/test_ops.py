@@ -148,6 +148,18 @@ def test_copy_blocks_between_and_within_tensors(dtype: torch.dtype) -> None:
     assert torch.equal(target[1:3], reference[5:7])
 
 
+@pytest.mark.parametrize("width", [1, 63, 4096, 4097, 16384, 16385 + 4096, 3 * 16384 + 200])
+@pytest.mark.parametrize(("target_shift", "source_shift"), [(0, 0), (0, 3), (5, 0), (63, 33)])
+def test_copy_blocks_moves_exactly_its_bytes(width: int, target_shift: int, source_shift: int) -> None:
+    source = torch.randint(-128, 128, (3, width + 80), dtype=torch.int8)
+    target = torch.full((3, width + 80), 7, dtype=torch.int8)
+    into, out_of = slice(target_shift, target_shift + width), slice(source_shift, source_shift + width)
+    ops.copy_blocks(target[:, into], source[:, out_of], torch.tensor([2, 0]), torch.tensor([1, 2]))
+    wanted = torch.full_like(target, 7)
+    wanted[2, into], wanted[0, into] = source[1, out_of], source[2, out_of]
+    assert torch.equal(target, wanted)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (8, 1), (20, 2)])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (24, 40), (128, 128)])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.sched import ManualClock
-from vllm.v1.simple_kv_offload.copy_backends.base import CopyError, CopyJob, CopyResult, coalesce
+from vllm.v1.simple_kv_offload.copy_backends.base import CopyError, CopyJob, CopyResult
 from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
 
 
@@ -140,10 +140,3 @@ def test_a_result_is_resolved_once() -> None:
     result.resolve()
     assert str(result.error) == "first"
     assert result.bad_blocks == {3}
-
-
-def test_runs_of_consecutive_blocks() -> None:
-    runs = list(coalesce([1, 2, 3, 7, 8, 4], [5, 6, 7, 8, 0, 1], 10))
-    assert runs == [(1, 5, 3), (7, 8, 1), (8, 0, 1), (4, 1, 1)]
-    assert list(coalesce([1, 2, 3], [4, 5, 6], 2)) == [(1, 4, 2), (3, 6, 1)]
-    assert list(coalesce([], [], 2)) == []

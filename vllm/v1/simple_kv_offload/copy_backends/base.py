@@ -1,4 +1,4 @@
-"""What every mover of KV blocks shares: the job, its outcome, the contract, and the runs of a job.
+"""What every mover of KV blocks shares: the job, its outcome and the contract.
 
 Owns the vocabulary between the offload worker and its backends. It must not know requests, hashes
 or tiers. Layer L6.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -154,29 +154,6 @@ class RegionCopyBackend(CopyBackend):
 
         Raises ``ValueError`` if the regions do not match or are not where the backend can reach them.
         """
-
-
-class Run(NamedTuple):
-    """``length`` consecutive source blocks going to consecutive target blocks."""
-
-    source: int
-    target: int
-    length: int
-
-
-def coalesce(src_blocks: Sequence[int], dst_blocks: Sequence[int], max_length: int) -> Iterator[Run]:
-    """The pairs as runs of at most ``max_length`` blocks, in order."""
-    start = 0
-    for i in range(1, len(src_blocks) + 1):
-        goes_on = (
-            i < len(src_blocks)
-            and i - start < max_length
-            and src_blocks[i] == src_blocks[i - 1] + 1
-            and dst_blocks[i] == dst_blocks[i - 1] + 1
-        )
-        if not goes_on:
-            yield Run(src_blocks[start], dst_blocks[start], i - start)
-            start = i
 
 
 def check_blocks(job: CopyJob, source: Regions, target: Regions) -> None:

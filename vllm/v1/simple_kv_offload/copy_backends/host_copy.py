@@ -1,26 +1,24 @@
-"""Copies runs of blocks between host-visible regions, in pieces small enough to be given up between.
+"""Copies blocks between host-visible regions, in pieces small enough to be given up between.
 
 Owns the inner loop that the inline and the threaded backend share. Layer L6.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.v1.simple_kv_offload.copy_backends.base import (
     CopyJob,
     Regions,
     bytes_per_block,
     check_blocks,
-    coalesce,
 )
 
-# One guarded piece: long enough to run at memory speed, short enough to give up soon.
-PIECE_BYTES = 8 << 20
-
-Arrays = list[tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]]
+# One guarded piece: long enough that taking the interpreter lock in between costs nothing, short enough to give up soon.
+PIECE_BYTES = 32 << 20
 
 
 class HostCopier:
@@ -31,11 +29,10 @@ class HostCopier:
             raise ValueError(
                 f"regions differ: device has {sorted(device_regions)}, tier has {sorted(tier_regions)}"
             )
+        for region in (*device_regions.values(), *tier_regions.values()):
+            _check_region(region)
         self._device_regions = device_regions
         self._tier_regions = tier_regions
-        self._arrays: Arrays = [
-            (_as_array(device_regions[name]), _as_array(tier_regions[name])) for name in device_regions
-        ]
         self._blocks_per_piece = max(1, PIECE_BYTES // max(1, bytes_per_block(device_regions)))
 
     def wait_and_copy(self, job: CopyJob) -> None:
@@ -51,28 +48,27 @@ class HostCopier:
         if not job.is_store:
             source, target = target, source
         check_blocks(job, source, target)
-        for run in coalesce(job.src_blocks, job.dst_blocks, self._blocks_per_piece):
+        pairs = [(source[name], target[name]) for name in source]
+        source_ids, target_ids = _ids(job.src_blocks), _ids(job.dst_blocks)
+        for start in range(0, len(job.src_blocks), self._blocks_per_piece):
+            piece = slice(start, start + self._blocks_per_piece)
             with job.result.guard:
                 if job.result.query():
                     return
-                self._copy_run(slice(run.source, run.source + run.length), run.target, job.is_store)
-
-    def _copy_run(self, source_rows: slice, target_start: int, is_store: bool) -> None:
-        target_rows = slice(target_start, target_start + source_rows.stop - source_rows.start)
-        for device, tier in self._arrays:
-            # numpy lets go of the interpreter lock while it copies.
-            if is_store:
-                np.copyto(tier[target_rows], device[source_rows])
-            else:
-                np.copyto(device[target_rows], tier[source_rows])
+                for from_region, to_region in pairs:
+                    # One call for the whole piece, without the interpreter lock.
+                    ops.copy_blocks(to_region, from_region, target_ids[piece], source_ids[piece])
 
 
-def _as_array(region: torch.Tensor) -> npt.NDArray[np.int8]:
-    """The region's memory as an array; ``ValueError`` unless it is [blocks, bytes] of int8 on the host."""
-    if region.device.type != "cpu" or region.dtype != torch.int8 or region.dim() != 2:
+def _ids(blocks: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(blocks, dtype=torch.int64)
+
+
+def _check_region(region: torch.Tensor) -> None:
+    """``ValueError`` unless the region is [blocks, bytes] of int8 on the host, the bytes of a row side by side."""
+    is_rows = region.dim() == 2 and (region.shape[1] <= 1 or region.stride(1) == 1)
+    if region.device.type != "cpu" or region.dtype != torch.int8 or not is_rows:
         raise ValueError(
             "a host region must be an int8 tensor [blocks, bytes] on the CPU, "
             f"got {region.dtype} {tuple(region.shape)} on {region.device}"
         )
-    array: npt.NDArray[np.int8] = region.numpy()
-    return array
