@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol
 
+from vllm import envs
 from vllm.config.cache import CacheConfig
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.logger import init_logger
@@ -11,7 +12,8 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 GIB: Final = 1 << 30
-NATIVE_CONNECTOR: Final = "SimpleCPUOffloadConnector"
+NATIVE_CONNECTOR: Final = "OffloadingConnector"
+SIMPLE_CONNECTOR: Final = "SimpleCPUOffloadConnector"
 
 
 class _TransferHolder(Protocol):
@@ -32,8 +34,9 @@ def apply_convenience_flags(cache: CacheConfig | None, holder: _TransferHolder) 
             f"kv_offloading_backend={cache.kv_offloading_backend!r} is not part of this build; use 'native'"
         )
     size_bytes = int(cache.kv_offloading_size * GIB)
+    connector = SIMPLE_CONNECTOR if envs.VLLM_USE_SIMPLE_KV_OFFLOAD else NATIVE_CONNECTOR
     wanted = KVTransferConfig(
-        kv_connector=NATIVE_CONNECTOR,
+        kv_connector=connector,
         kv_role="kv_both",
         kv_connector_extra_config={"cpu_bytes_to_use": size_bytes},
     )
@@ -43,7 +46,7 @@ def apply_convenience_flags(cache: CacheConfig | None, holder: _TransferHolder) 
             return
         raise ValueError(
             f"kv_offloading_size={cache.kv_offloading_size} would replace the configured "
-            f"kv_connector={present.kv_connector!r}; give one of the two, or put {NATIVE_CONNECTOR} into a MultiConnector"
+            f"kv_connector={present.kv_connector!r}; give one of the two, or put {connector} into a MultiConnector"
         )
     if not cache.enable_prefix_caching:
         logger.warning_once(

@@ -107,12 +107,16 @@ def test_interleaving_keeps_compressed_states_whole():
     assert alone.parallel_config.cp_kv_cache_interleave_size == 1
 
 
-def test_offloading_size_chooses_the_host_tier():
+@pytest.mark.parametrize(
+    ("simple", "connector"), [("0", "OffloadingConnector"), ("1", "SimpleCPUOffloadConnector")]
+)
+def test_offloading_size_chooses_the_host_tier(monkeypatch, simple, connector):
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", simple)
     config = VllmConfig(cache_config=CacheConfig(kv_offloading_size=1.5))
     transfer = config.kv_transfer_config
-    assert (transfer.kv_connector, transfer.kv_role) == ("SimpleCPUOffloadConnector", "kv_both")
+    assert (transfer.kv_connector, transfer.kv_role) == (connector, "kv_both")
     assert transfer.kv_connector_extra_config == {"cpu_bytes_to_use": 3 * 2**29}
-    assert dataclasses.replace(config).kv_transfer_config.kv_connector == "SimpleCPUOffloadConnector"
+    assert dataclasses.replace(config).kv_transfer_config.kv_connector == connector
 
 
 def test_offloading_size_never_replaces_an_explicit_connector():

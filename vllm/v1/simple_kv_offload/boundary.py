@@ -28,8 +28,10 @@ class BoundaryStores:
     def select(
         self, stores: Stores, hand_offs: Sequence[HandOff], state: StoreRequestState, chosen: Selection
     ) -> None:
-        """Choose those worth a copy. One that finds no room is not tried again."""
-        for _, block_id, _ in hand_offs:
+        """Choose those worth a copy. One that finds no room is not tried again; generated text may be unwanted."""
+        for _, block_id, num_tokens in hand_offs:
+            if stores.prompt_only and num_tokens > state.request.num_prompt_tokens:
+                continue
             self.stats.published += 1
             self._consider(stores, block_id, state, chosen)
 

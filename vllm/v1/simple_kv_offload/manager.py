@@ -59,6 +59,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     ``cpu_capacity_bytes`` are per rank; ``disk_capacity_bytes > 0`` selects the disk instead.
     ``num_cpu_blocks`` replaces sizing by bytes, ``aligned_num_cpu_blocks`` is what the ranks agreed on.
     ``disk_tier_bytes > 0`` puts a disk of so many bytes per rank below host memory.
+    ``prompt_only`` copies no generated tokens; ``any_cacheable_group`` serves models without full attention too.
     Raises ``ValueError`` for capacities or models it cannot work with.
     """
 
@@ -77,10 +78,13 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         *,
         disk_tier_bytes: int = 0,
         disk_wait_s: float = DEFAULT_DISK_WAIT_S,
+        prompt_only: bool = False,
+        any_cacheable_group: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self.lazy_offload = lazy_offload
-        self.fa_gidx = find_full_attention_group(kv_cache_config)
+        self.prompt_only = prompt_only
+        self.fa_gidx = find_full_attention_group(kv_cache_config, or_any=any_cacheable_group)
         is_disk = disk_capacity_bytes > 0
         num_blocks = choose_num_blocks(
             blocks_for_bytes(
@@ -158,6 +162,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
                 self.expected_worker_count,
                 self.max_steps_in_flight,
                 is_eager=not self.lazy_offload,
+                prompt_only=self.prompt_only,
             ),
         )
         self._load_side = LoadSide(self.tier, gpu_block_pool, self.promises)
@@ -414,11 +419,14 @@ def geometry(
     )
 
 
-def find_full_attention_group(kv_cache_config: KVCacheConfig) -> int:
-    """The first cacheable group of full attention; ``ValueError`` without one."""
-    for group_id in kv_cache_config.prefix_cacheable_group_ids:
+def find_full_attention_group(kv_cache_config: KVCacheConfig, *, or_any: bool = False) -> int:
+    """The first cacheable group of full attention, with ``or_any`` else the first one; ``ValueError`` without one."""
+    group_ids = kv_cache_config.prefix_cacheable_group_ids
+    for group_id in group_ids:
         if is_full_attention_spec(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec):
             return group_id
+    if or_any and group_ids:
+        return group_ids[0]
     raise ValueError("SimpleCPUOffloadConnector needs a prefix-cacheable group with full attention")
 
 

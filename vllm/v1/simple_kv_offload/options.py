@@ -52,6 +52,10 @@ class OffloadOptions:
     disk_tier: bool = False
     """Whether a file lies below host memory."""
     disk_wait_s: float = DEFAULT_DISK_WAIT_S
+    prompt_only: bool = False
+    """Whether generated tokens are left out."""
+    any_cacheable_group: bool = False
+    """Whether a model without full attention is served too."""
 
     @property
     def is_disk(self) -> bool:

@@ -127,6 +127,13 @@ class Stores:
     in_flight: Collection[BlockHashWithGroupId]
     unsettled: Collection[BlockHashWithGroupId]
     hash_block_size: int
+    prompt_only: bool = False
+    """Whether only tokens of prompts are stored."""
+
+    def storable_tokens(self, request: Request) -> int:
+        """Tokens from the request's start whose copies are wanted and whose bytes are known to be complete."""
+        confirmed = confirmed_tokens(request)
+        return min(confirmed, request.num_prompt_tokens) if self.prompt_only else confirmed
 
     def is_copied(self, key: BlockHashWithGroupId) -> bool:
         """Whether the tier has this content or is about to."""
@@ -197,7 +204,7 @@ def num_full_blocks(stores: Stores, request: Request, group: int) -> int:
     """Blocks of the group that are full, confirmed and hashed."""
     hashed = len(request.block_hashes) * stores.hash_block_size
     # Blocks beyond the last position where a hit can end get their keys later; passing over them now would lose them.
-    cacheable = stores.tier.coordinator.get_num_cacheable_tokens(confirmed_tokens(request), group)
+    cacheable = stores.tier.coordinator.get_num_cacheable_tokens(stores.storable_tokens(request), group)
     return min(cacheable, hashed) // stores.block_size(group)
 
 
@@ -269,7 +276,7 @@ def select_tail(
     That is a prefix ending inside the last block, and the states of recurrent groups, whose tables
     no cursor walks over. Only entries over confirmed tokens count.
     """
-    confirmed = confirmed_tokens(request)
+    storable = stores.storable_tokens(request)
     for group in stores.tier.group_ids:
         for block_id in table[group][starts[group] :]:
             block = stores.device.blocks[block_id]
@@ -277,7 +284,7 @@ def select_tail(
             if block.is_null or key is None or get_group_id(key) != group:
                 continue
             covered = max((tokens or 0 for _, tokens in stores.device.get_keys(block)), default=0)
-            if covered > confirmed or key in stores.unsettled:
+            if covered > storable or key in stores.unsettled:
                 continue
             if key in chosen.keys or stores.is_copied(key):
                 continue

@@ -42,6 +42,8 @@ class StoreSettings:
     num_ranks: int
     max_steps_in_flight: int
     is_eager: bool
+    prompt_only: bool = False
+    """Whether generated tokens are left out."""
 
 
 class StoreSide:
@@ -54,7 +56,9 @@ class StoreSide:
     def __init__(self, tier: Tier, device: BlockPool, settings: StoreSettings) -> None:
         self.in_flight: set[BlockHashWithGroupId] = set()
         self.unsettled: set[BlockHashWithGroupId] = set()
-        self.stores = Stores(device, tier, self.in_flight, self.unsettled, settings.hash_block_size)
+        self.stores = Stores(
+            device, tier, self.in_flight, self.unsettled, settings.hash_block_size, settings.prompt_only
+        )
         self.states: dict[str, StoreRequestState] = {}
         self.requests: dict[str, Request] = {}
         self.planned: list[Transfer] = []

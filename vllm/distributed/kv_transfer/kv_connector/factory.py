@@ -115,5 +115,8 @@ class KVConnectorFactory:
 KVConnectorFactory.register_connector("ExampleConnector", f"{_V1}.example_connector", "ExampleConnector")
 KVConnectorFactory.register_connector("MultiConnector", f"{_V1}.multi_connector", "MultiConnector")
 KVConnectorFactory.register_connector(
+    "OffloadingConnector", f"{_V1}.offloading_connector", "OffloadingConnector"
+)
+KVConnectorFactory.register_connector(
     "SimpleCPUOffloadConnector", f"{_V1}.simple_cpu_offload_connector", "SimpleCPUOffloadConnector"
 )

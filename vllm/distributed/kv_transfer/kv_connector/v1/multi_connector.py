@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_records import (
     MultiKVConnectorWorkerMetadata,
     child_payload,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import share_metrics
 from vllm.utils.checks import check
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -429,12 +430,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> MultiKVConnectorPromMetrics:
         sinks = {}
+        # Two children of one family of connectors have figures of the same names.
+        shared = share_metrics(metric_types)
         assert vllm_config.kv_transfer_config is not None
         for child_class, _ in child_classes(vllm_config.kv_transfer_config):
             if child_class.__name__ not in sinks:
-                sink = child_class.build_prom_metrics(
-                    vllm_config, metric_types, labelnames, per_engine_labelvalues
-                )
+                sink = child_class.build_prom_metrics(vllm_config, shared, labelnames, per_engine_labelvalues)
                 if sink is not None:
                     sinks[child_class.__name__] = sink
         return MultiKVConnectorPromMetrics(

@@ -6,10 +6,24 @@ library nor any connector. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
+
+
+def share_metrics(metric_types: Mapping[Any, Any]) -> dict[Any, Callable[..., Any]]:
+    """The same classes for several sinks: a name that two of them use stands for one metric."""
+    made: dict[str, Any] = {}
+
+    def make(wanted: Callable[..., Any], *args: Any, **fields: Any) -> Any:
+        name = fields["name"] if "name" in fields else args[0]
+        if name not in made:
+            made[name] = wanted(*args, **fields)
+        return made[name]
+
+    return {library_class: partial(make, wanted) for library_class, wanted in metric_types.items()}
 
 
 class KVConnectorPromMetrics:

@@ -57,21 +57,32 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_manager: SimpleCPUOffloadScheduler | None = None
         self.worker_handler: SimpleCPUOffloadWorker | None = None
         world_size = vllm_config.parallel_config.world_size
-        options = parse_options(self._kv_transfer_config.kv_connector_extra_config, world_size)
+        options = self._read_options(
+            self._kv_transfer_config.kv_connector_extra_config, world_size, kv_cache_config
+        )
         self._cache_hit_source = CacheHitSource.DISK if options.is_disk else CacheHitSource.HOST
         if not vllm_config.cache_config.enable_prefix_caching:
             logger.warning_once(
-                "SimpleCPUOffloadConnector is inactive: it copies the prefix cache, and prefix caching is "
-                "off. Pass --enable-prefix-caching to use it."
+                "%s is inactive: it copies the prefix cache, and prefix caching is "
+                "off. Pass --enable-prefix-caching to use it.",
+                type(self).__name__,
             )
             return
         if kv_cache_config is None:
-            raise ValueError("SimpleCPUOffloadConnector needs the kv_cache_config")
+            raise ValueError(f"{type(self).__name__} needs the kv_cache_config")
         if role is KVConnectorRole.SCHEDULER:
             _log_options(options, world_size)
             self.scheduler_manager = _make_manager(vllm_config, kv_cache_config, options)
         else:
             self.worker_handler = _make_worker(vllm_config, kv_cache_config, options)
+
+    # The values come from the user's JSON, so anything may be in them.
+    @classmethod
+    def _read_options(
+        cls, extra: Mapping[str, Any], world_size: int, kv_cache_config: KVCacheConfig | None
+    ) -> OffloadOptions:
+        """The connector's own settings, checked."""
+        return parse_options(extra, world_size)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -254,6 +265,8 @@ def _make_manager(
         aligned_num_cpu_blocks=vllm_config.cache_config.simple_cpu_offload_num_blocks,
         disk_tier_bytes=options.disk_capacity_bytes if options.disk_tier else 0,
         disk_wait_s=options.disk_wait_s,
+        prompt_only=options.prompt_only,
+        any_cacheable_group=options.any_cacheable_group,
     )
 
 
