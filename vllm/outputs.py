@@ -37,7 +37,13 @@ class RequestError(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 # Codes that mean: the request itself was at fault.
-CLIENT_ERROR_CODES = ("invalid_request", "invalid_grammar", "validation_error", "kv_cache_too_small")
+CLIENT_ERROR_CODES = (
+    "invalid_request",
+    "invalid_grammar",
+    "grammar_too_complex",
+    "validation_error",
+    "kv_cache_too_small",
+)
 
 
 class SamplingMask(msgspec.Struct, omit_defaults=True):

@@ -90,6 +90,32 @@ def check_structured_outputs(constraints: Mapping[str, object]) -> None:
         raise _refuse(
             f"structured_outputs.{name}", value, "must be true" if value is False else "must not be empty"
         )
+    if not _has_form(name, value):
+        raise _refuse(f"structured_outputs.{name}", value, f"must be {CONSTRAINT_FORMS[name]}")
+
+
+CONSTRAINT_FORMS = {
+    "json": "a JSON schema, as text or as an object",
+    "regex": "a text",
+    "choice": "a list of texts",
+    "grammar": "a text",
+    "json_object": "true",
+    "structural_tag": "a text",
+}
+
+
+def _has_form(name: str, value: object) -> bool:
+    if name == "json":
+        return isinstance(value, str | dict)
+    if name == "choice":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return value is True if name == "json_object" else isinstance(value, str)
+
+
+def check_optional_text(name: str, value: object) -> None:
+    """A text, or not given."""
+    if value is not None and not isinstance(value, str):
+        raise _refuse(name, value, "must be a text")
 
 
 def check_repetition_detection(max_pattern_size: int, min_pattern_size: int, min_count: int) -> None:

@@ -54,6 +54,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
 
     def __post_init__(self) -> None:
         checks.check_structured_outputs(self.constraints())
+        checks.check_optional_text("structured_outputs.whitespace_pattern", self.whitespace_pattern)
 
     def constraints(self) -> dict[str, object]:
         """The constraints that are given, by field name; one entry once the object is constructed."""

@@ -156,6 +156,9 @@ class NoGrammar:
     def allowed_drafts(self, request: Request, drafts: list[int]) -> list[int]:
         return drafts
 
+    def failure(self, request: Request) -> str | None:
+        return None
+
 
 def make_scheduler(
     specs: Sequence[KVCacheSpec] = (),

@@ -40,17 +40,23 @@ class Grammar(Protocol):
         """Back to the start state."""
         ...
 
+    def failure(self) -> str | None:
+        """Why the grammar can be followed no further (it became too complex); None as long as it can."""
+        ...
+
 
 @dataclass(slots=True)
 class StructuredOutputRequest:
     """What a request has to obey, and the matcher once it is compiled.
 
-    ``error`` is set instead of ``grammar`` where compilation failed; it ends only this request.
+    ``error`` is set instead of ``grammar`` where compilation failed; it ends only this request.  ``is_compiling``:
+    compilation was asked for, so that nobody asks twice.
     """
 
     params: StructuredOutputsParams
     grammar: Grammar | None = None
     error: str | None = None
+    is_compiling: bool = False
 
     @property
     def is_grammar_ready(self) -> bool:

@@ -55,6 +55,15 @@ async def ok(client, path, **body):
     return reply.json()
 
 
+async def refused(client, path, **body):
+    """The error object of a request that is refused as a bad one, before anything of a stream is sent."""
+    reply = await client.post(path, json=body)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["code"] == 400
+    return error
+
+
 async def stream(client, path, **body):
     reply = await client.post(path, json={**body, "stream": True})
     assert reply.status_code == 200, reply.text
@@ -271,3 +280,22 @@ async def test_many_at_once(client):
     assert [reply["usage"]["completion_tokens"] for reply in replies] == [
         body["max_tokens"] for body in bodies
     ]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "((((a{100}){100}){100}){100})"},
+        {"json": {"properties": {f"p{number}": {"type": "string"} for number in range(5000)}}},
+        {"choice": [1]},
+        {"json": 5},
+        {"json_object": "yes"},
+        {"regex": "a", "whitespace_pattern": 5},
+    ],
+    ids=lambda value: next(iter(value)),
+)
+async def test_a_constraint_that_cannot_be_met_is_a_bad_request(client, constraint, streams):
+    error = await refused(client, COMPLETIONS, prompt="x", structured_outputs=constraint, stream=streams)
+    assert "<state>" not in error["message"]
+    assert (await ok(client, COMPLETIONS, prompt="x", max_tokens=2, **GREEDY))["choices"]

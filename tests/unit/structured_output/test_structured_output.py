@@ -112,6 +112,8 @@ def test_any_json_object_and_a_structural_tag_compile() -> None:
         {"json": '{"type": "objec"}'},
         {"grammar": "root := nonsense ("},
         {"structural_tag": "{}"},
+        {"structural_tag": '{"structures": [{"begin": "<f>", "schema": "x", "end": ""}], "triggers": ["<f"]}'},
+        {"structural_tag": '{"structures": [{"begin": 5, "schema": {}, "end": ""}], "triggers": ["<f"]}'},
         {"structural_tag": '{"structures": [], "triggers": []}'},
         {"structural_tag": '{"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["<g"]}'},
     ],
@@ -267,3 +269,85 @@ def test_the_end_may_be_one_token_or_several(eos: object) -> None:
     assert allowed(masks.grammar_bitmask[0]) == {EOS}
     grammars.clear()
     assert grammars._backend is None
+
+
+def test_thousands_of_choices_are_one_grammar() -> None:
+    driver = scheduler_with_grammars()
+    choices = [f"word {number}: a.b*c (d) # é\n" for number in range(1500)]
+    driver.add("a", [1, 2, 3], max_tokens=40, structured_outputs=StructuredOutputsParams(choice=choices))
+    driver.scheduler.requests["a"].sampling_params.update_from_generation_config({}, EOS)  # type: ignore[union-attr]
+    assert generate(driver, "a", eos_or_first) in choices
+
+
+PROPERTIES = {f"p{number}": {"type": "string"} for number in range(5000)}
+TOO_MUCH = [
+    {"json": {"type": "object", "properties": PROPERTIES, "additionalProperties": False}},
+    {"json": {"enum": ["x" * 200_000]}},
+    {"regex": "a" * 200_000},
+    {"grammar": "start: " + " | ".join(f'"{number}" s{number}' for number in range(10_000))},
+    {"choice": ["x" * 100] * 2000},
+]
+
+
+@pytest.mark.parametrize("constraint", TOO_MUCH, ids=lambda value: next(iter(value)))
+def test_a_constraint_that_is_too_large_is_refused_before_the_core(constraint: dict[str, Any]) -> None:
+    with pytest.raises(VLLMValidationError, match=r"characters as a grammar|too big"):
+        validate_structured_outputs(StructuredOutputsParams(**constraint), TOKENIZER)
+
+
+@pytest.mark.parametrize("regex", ["((((a{100}){100}){100}){100})", "(a?){500}a{500}"])
+def test_a_grammar_too_complex_to_be_followed_is_refused_by_its_compilation(regex: str) -> None:
+    driver = scheduler_with_grammars()
+    driver.add("hard", [1, 2, 3], structured_outputs=StructuredOutputsParams(regex=regex))
+    driver.add("good", [1, 2, 3], max_tokens=4)
+    driver.run()
+    error = driver.ends["hard"].error
+    assert error is not None
+    assert error.code == "invalid_grammar"
+    assert "too complex" in error.message
+    assert "<" not in error.message
+    assert driver.outputs["good"] == expected_output([1, 2, 3], 4)
+
+
+def test_a_grammar_that_gets_too_complex_on_the_way_ends_its_request_as_a_bad_request() -> None:
+    driver = scheduler_with_grammars()
+    grammar = "start: s\ns: " + " | ".join(" ".join(["s"] * many) for many in range(2, 9)) + ' | "a" |'
+    driver.add("a", [1, 2, 3], max_tokens=60, structured_outputs=StructuredOutputsParams(grammar=grammar))
+    generate(driver, "a", lambda tokens: min(tokens - {EOS}))
+    error = driver.ends["a"].error
+    assert error is not None
+    assert error.code == "grammar_too_complex"
+    assert isinstance(error.to_exception(), VLLMValidationError)
+    driver.run()
+    driver.assert_at_rest()
+
+
+def test_a_request_waits_for_its_grammar_while_others_go_on() -> None:
+    jobs: list[Any] = []
+    grammars = manager()
+    grammars._run = jobs.append
+    driver = Driver(make_scheduler([full(4)], 40, structured=grammars), depth=1)
+    driver.add("hard", [1, 2, 3], max_tokens=4, structured_outputs=StructuredOutputsParams(regex="ab"))
+    driver.add("good", [1, 2, 3], max_tokens=4)
+    hard = driver.scheduler.requests["hard"]
+    grammars.grammar_init(hard)
+    assert len(jobs) == 1, "asking twice compiles once"
+    for _ in range(10):
+        driver.step()
+    assert driver.outputs["good"] == expected_output([1, 2, 3], 4)
+    assert not hard.structured_output_request.is_grammar_ready  # type: ignore[union-attr]
+    assert "hard" not in driver.ends
+    jobs.pop()()
+    assert generate(driver, "hard", eos_or_first) == "ab"
+
+
+def test_whatever_a_compilation_raises_ends_its_request() -> None:
+    def broken() -> Any:
+        raise OSError("the tokenizer's file is gone")
+
+    grammars = manager()
+    grammars._tokenizer_factory = broken
+    driver = Driver(make_scheduler([full(4)], 40, structured=grammars), depth=1)
+    driver.add("a", [1, 2, 3], structured_outputs=StructuredOutputsParams(regex="ab"))
+    driver.run()
+    assert "file is gone" in str(driver.ends["a"].error)

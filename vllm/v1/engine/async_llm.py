@@ -67,7 +67,9 @@ class AsyncLLM(AsyncControl):
         self._handler_failed = False
         # The tokenizer is opened while the core starts.
         self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats, self._open_front_end)
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        # A constraint can take long to check: long texts do not wait behind it.
+        self._tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._grammar_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self.logger_manager: StatLoggerManager | None = None
         if log_stats:
             engines = list(range(self.engine_core.num_cores))
@@ -181,11 +183,12 @@ class AsyncLLM(AsyncControl):
         """Check and queue a request; returns where its outputs arrive. Options as in `generate`."""
         self._check_alive()
         self._start()
-        if _is_quick(prompt, params):
+        thread = self._thread_for(prompt, params)
+        if thread is None:
             text, request = self.intake.prepare(request_id, prompt, params, **options)
         else:
             text, request = await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: self.intake.prepare(request_id, prompt, params, **options)
+                thread, lambda: self.intake.prepare(request_id, prompt, params, **options)
             )
         kind = (
             request.sampling_params.output_kind if request.sampling_params else RequestOutputKind.FINAL_ONLY
@@ -202,6 +205,15 @@ class AsyncLLM(AsyncControl):
                 "Added request %s (%d prompt tokens).", request_id, len(request.prompt_token_ids or ())
             )
         return collector
+
+    def _thread_for(self, prompt: Any, params: SamplingParams | PoolingParams) -> ThreadPoolExecutor | None:
+        """Where a request is prepared that would hold the loop up; None for all others."""
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            return self._grammar_thread
+        text = (
+            prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
+        )
+        return self._tokenizer_thread if isinstance(text, str) and len(text) > INLINE_TEXT_MAX else None
 
     async def _send(self, messages: Iterable[EngineCoreRequest]) -> None:
         for message in messages:
@@ -349,14 +361,7 @@ class AsyncLLM(AsyncControl):
                 task.cancel()
         self.output_processor.propagate_error(EngineDeadError("The engine was shut down."))
         self.engine_core.shutdown(timeout)
-        self._threads.shutdown(wait=False)
+        self._tokenizer_thread.shutdown(wait=False)
+        self._grammar_thread.shutdown(wait=False)
         if self.logger_manager is not None:
             self.logger_manager.close()
-
-
-def _is_quick(prompt: Any, params: SamplingParams | PoolingParams) -> bool:
-    """Whether a request can be prepared without holding the loop up."""
-    text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
-    if isinstance(text, str) and len(text) > INLINE_TEXT_MAX:
-        return False
-    return not (isinstance(params, SamplingParams) and params.structured_outputs is not None)

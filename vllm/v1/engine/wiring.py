@@ -7,6 +7,7 @@ writes what was resolved into `vllm_config.cache_config`. Holds no state of its 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
@@ -67,7 +68,9 @@ def build_engine(
         progress("sizing and allocating the KV cache")
         kv_cache_config = _build_kv_cache(vllm_config, executor)
         progress("building the scheduler")
-        structured_output_manager = StructuredOutputManager(vllm_config)
+        # A hard grammar takes long to compile; the library lets other threads run meanwhile.
+        grammar_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        structured_output_manager = StructuredOutputManager(vllm_config, run=grammar_thread.submit)
         scheduler = _build_scheduler(
             vllm_config, kv_cache_config, structured_output_manager, log_stats, clock
         )

@@ -6,6 +6,7 @@ Owns the translation of every constraint kind.  Must not know tokenizers or requ
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import llguidance
@@ -17,12 +18,25 @@ from vllm.sampling_params import StructuredOutputsParams
 Schema = Any
 
 
+CONSTRAINT_CHARACTERS_MAX = 100_000
+"""Longer constraints are refused unread: the library's work grows faster than their length."""
+
+
 def grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar of the one constraint that is set.
 
     Raises:
-        ValueError: the constraint is malformed; the message is meant for the user.
+        ValueError: the constraint is malformed or too long; the message is meant for the user.
     """
+    text = _translate(params)
+    if len(text) > CONSTRAINT_CHARACTERS_MAX:
+        raise ValueError(
+            f"the constraint has {len(text)} characters as a grammar, at most {CONSTRAINT_CHARACTERS_MAX} are allowed"
+        )
+    return text
+
+
+def _translate(params: StructuredOutputsParams) -> str:
     if params.json is not None:
         return _from_schema(_parse_schema(params.json), params)
     if params.json_object:
@@ -30,9 +44,8 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return str(LLMatcher.grammar_from_regex(params.regex))
     if params.choice:
-        return str(
-            LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice))
-        )
+        # One lexeme: as alternatives of a rule, thousands of choices exceed what the parser holds in a row.
+        return str(LLMatcher.grammar_from_regex("|".join(f"(?:{re.escape(text)})" for text in params.choice)))
     if params.grammar is not None:
         return str(llguidance.grammar_from("grammar", params.grammar))
     if params.structural_tag is not None:
@@ -75,7 +88,7 @@ def _from_structural_tag(text: str, params: StructuredOutputsParams) -> str:
         description = json.loads(text)
         structures, triggers = description["structures"], description["triggers"]
         tags = [_tag(structure, triggers) for structure in structures]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the structural tag is malformed: {error!r}") from error
     if not tags:
         raise ValueError("the structural tag lists no structures")
@@ -87,4 +100,7 @@ def _tag(structure: dict[str, Any], triggers: list[str]) -> StructTag:
     trigger = next((text for text in triggers if text and begin.startswith(text)), None)
     if trigger is None:
         raise ValueError(f"no trigger starts {begin!r}")
-    return StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=structure["end"])
+    schema = structure["schema"]
+    if not isinstance(schema, dict):
+        raise ValueError(f"the schema of {begin!r} must be an object")
+    return StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"])

@@ -7,6 +7,7 @@ side.  Layer: L5 (scheduler).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.registry import Registry, resolve_object
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.request import Request
-from vllm.v1.structured_request import Grammar
+from vllm.v1.structured_request import Grammar, StructuredOutputRequest
 
 logger = init_logger(__name__)
 
@@ -40,7 +41,9 @@ class StructuredOutputManager:
     """Compiles grammars on demand and keeps one matcher per request, on the request itself.
 
     Nothing is loaded before the first structured request.  A constraint that cannot be compiled ends only its own
-    request.  ``tokenizer_factory`` gives the tokenizer (by default the model's own, None without one).
+    request.  ``tokenizer_factory`` gives the tokenizer (by default the model's own, None without one).  ``run`` starts
+    a compilation and may return before it has ended (one at a time); the request waits for its grammar until then.
+    By default it is done at once.
     """
 
     def __init__(
@@ -48,20 +51,33 @@ class StructuredOutputManager:
         vllm_config: VllmConfig,
         *,
         tokenizer_factory: Callable[[], Any] | None = None,  # a tokenizer of the engine's layer
+        run: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self._vllm_config = vllm_config
+        self._run = run
         self._tokenizer_factory = tokenizer_factory or self._default_tokenizer
         self._backend: GrammarBackend | None = None
 
     def grammar_init(self, request: Request) -> None:
-        """Compile the request's grammar unless that happened before; a failure is kept as its ``error``."""
+        """Have the request's grammar compiled unless that was done before; a failure is kept as its ``error``."""
         structured = request.structured_output_request
-        if structured is None or structured.is_grammar_ready:
+        if structured is None or structured.is_grammar_ready or structured.is_compiling:
             return
+        structured.is_compiling = True
+        if self._run is None:
+            self._compile(request.request_id, structured)
+        else:
+            self._run(partial(self._compile, request.request_id, structured))
+
+    def _compile(self, request_id: str, structured: StructuredOutputRequest) -> None:
+        """Never raises: a request whose grammar neither comes nor fails would wait for ever."""
         try:
             structured.grammar = self._get_backend().compile(structured.params)
-        except (ValueError, ImportError) as error:
-            logger.warning("Grammar of request %s cannot be compiled: %s", request.request_id, error)
+        except Exception as error:
+            expected = isinstance(error, ValueError | ImportError)
+            logger.warning(
+                "Grammar of request %s cannot be compiled: %s", request_id, error, exc_info=not expected
+            )
             structured.error = str(error)
 
     @staticmethod
@@ -83,6 +99,12 @@ class StructuredOutputManager:
         if structured is None or structured.grammar is None:
             return drafts
         return structured.grammar.validate_tokens([token for token in drafts if token >= 0])
+
+    @staticmethod
+    def failure(request: Request) -> str | None:
+        """Why the request's grammar can be followed no further; None if that is not the case."""
+        structured = request.structured_output_request
+        return None if structured is None or structured.grammar is None else structured.grammar.failure()
 
     def grammar_bitmask(
         self, sampled: Sequence[Request], spec_tokens: Mapping[str, list[int]]

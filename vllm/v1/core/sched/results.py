@@ -219,13 +219,22 @@ class Results(Upkeep):
                 self._offer_hashes(request, min(request.num_confirmed_tokens, request.num_tokens))
         error = None
         if kept and not self.structured_output_manager.accept_tokens(request, kept):
-            request.status, error, stopped = RequestStatus.FINISHED_ERROR, GRAMMAR_VIOLATED, True
+            request.status, stopped = RequestStatus.FINISHED_ERROR, True
+            error = self._grammar_error(request)
         output = make_output(request, kept, runner, row)
         if output.pooling_output is not None:
             request.status, stopped = RequestStatus.FINISHED_STOPPED, True
         if stopped:
             self._end_or_pause(request, output, error)
         return output if is_worth_sending(output) else None
+
+    def _grammar_error(self, request: Request) -> RequestError:
+        failure = self.structured_output_manager.failure(request)
+        if failure is None:
+            return GRAMMAR_VIOLATED
+        return RequestError(
+            "grammar_too_complex", f"the grammar of the request became too complex: {failure}"
+        )
 
     def _end_or_pause(self, request: Request, output: EngineCoreOutput, error: RequestError | None) -> None:
         if error is None and request.resumable:
