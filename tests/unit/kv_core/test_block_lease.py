@@ -52,6 +52,14 @@ def test_a_lease_ends_exactly_once(pool: BlockPool) -> None:
     assert pool.blocks[1].ref_cnt == 0
 
 
+def test_a_lease_remembers_which_of_its_blocks_were_evicted_by_id(pool: BlockPool) -> None:
+    lease, other = Lease(pool, pool.blocks[1:4], "store"), Lease(pool, pool.blocks[4:5], "load")
+    pool.evict_blocks([2, 5])
+    head = lease.split(2)
+    pool.evict_blocks([3])
+    assert (head.evicted, lease.evicted, other.evicted) == ({2}, {2, 3}, frozenset())
+
+
 def test_adopting_takes_over_references(pool: BlockPool) -> None:
     blocks = pool.get_new_blocks(2)
     lease = Lease.adopt(pool, blocks, "staged")

@@ -274,6 +274,22 @@ class TestFineGrained:
         assert kv.take_boundary_state_offloads() == {"a": [(1, keeper, 52)]}
         assert kv.take_boundary_state_offloads() == {}
 
+    def test_a_running_state_of_a_twin_is_not_offered_either(self, kv: KVCacheManager) -> None:
+        twins = [request(name, range(55), hash_block=4) for name in "ab"]
+        kv.new_step_starts()
+        for req in twins:  # looked up before either was computed: no hit
+            assert kv.allocate_slots(req, 48) is not None
+            req.num_computed_tokens = 48
+        kv.take_boundary_state_offloads()
+        for chunk in (4, 3):
+            kv.new_step_starts()
+            for req in twins:
+                step(kv, req, chunk)
+            running = {state_table(kv, req.request_id, 1)[-1] for req in twins}
+            offered = kv.take_boundary_state_offloads()
+            assert bool(offered) == (chunk == 3), "offered once one has moved to its copy"
+            assert running.isdisjoint(block for states in offered.values() for _, block, _ in states)
+
     def test_tails_are_named_at_finish(self, kv: KVCacheManager) -> None:
         first = self.prefill(kv, "a", range(55), 48, 4)
         row, state = kv.get_block_ids("a")[0][3], state_table(kv, "a", 1)[3]

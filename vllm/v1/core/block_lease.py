@@ -28,9 +28,11 @@ class Lease:
                             └────► HANDED_OVER   hand_over()
 
     `split` and `shorten` part a held lease. Null blocks may be among the blocks; they are never counted.
+    `evicted`: ids of blocks whose hashes were dropped by id during the hold. Their content is not to be trusted, even
+    if the block has a hash again: it may have been written anew.
     """
 
-    __slots__ = ("_blocks", "_pool", "_state", "owner")
+    __slots__ = ("_blocks", "_pool", "_state", "evicted", "owner")
 
     def __init__(self, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str) -> None:
         """Hold `blocks`: adds a reference to each."""
@@ -48,6 +50,7 @@ class Lease:
         self._pool = pool
         self._blocks = list(blocks)
         self._state = LeaseState.HELD
+        self.evicted: frozenset[int] = frozenset()
         self.owner = owner
         pool.leases[id(self)] = self
 
@@ -66,12 +69,17 @@ class Lease:
         """Whether the lease has not ended yet."""
         return self._state is LeaseState.HELD
 
+    def note_evicted(self, block_ids: frozenset[int]) -> None:
+        """The pool has dropped the hashes of these held blocks, which may be of this lease."""
+        self.evicted |= block_ids.intersection(block.block_id for block in self._blocks)
+
     def split(self, num_blocks: int) -> Lease:
         """Part off the first `num_blocks` blocks as a lease of the same owner; the rest stays here."""
         self._require_held("split")
         self._require_within(num_blocks)
         head = Lease.adopt(self._pool, self._blocks[:num_blocks], self.owner)
         del self._blocks[:num_blocks]
+        head.evicted = self.evicted
         return head
 
     def shorten(self, num_blocks: int, to_front: bool = False) -> None:

@@ -46,6 +46,8 @@ class BlockHold(Protocol):
     @property
     def blocks(self) -> Sequence[KVCacheBlock]: ...
 
+    def note_evicted(self, block_ids: frozenset[int]) -> None: ...
+
 
 class BlockPool:
     """`num_gpu_blocks` blocks with ids 0 … n-1; block 0 is the null block, which is never handed out.
@@ -318,12 +320,20 @@ class BlockPool:
         self.index.move(source, target)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Drop the hashes of these blocks; who holds them keeps them."""
+        """Drop the hashes of these blocks; who holds them keeps them, and leases remember it."""
+        held: set[int] = set()
         for block_id in block_ids:
             check(
                 0 <= block_id < self.num_gpu_blocks, f"block {block_id} is not one of {self.num_gpu_blocks}"
             )
-            self._maybe_evict_cached_block(self.blocks[block_id])
+            block = self.blocks[block_id]
+            self._maybe_evict_cached_block(block)
+            if block.ref_cnt > 0:
+                held.add(block_id)
+        if held:
+            evicted = frozenset(held)
+            for lease in self.leases.values():
+                lease.note_evicted(evicted)
 
     def reset_prefix_cache(self) -> bool:
         """Drop the whole index if nobody holds a block; False, a warning and no change otherwise."""

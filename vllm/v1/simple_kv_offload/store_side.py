@@ -273,7 +273,7 @@ class StoreSide:
         transfer.finish(ok=ok)
 
     def _commit(self, transfer: Transfer, state: StoreRequestState | None) -> None:
-        for slot, keys in zip(transfer.tier_blocks, transfer.keys, strict=True):
+        for slot, keys in transfer.trusted_keys():
             self._tier.commit(slot, keys)
             if state is not None:
                 self.patrol.guard(state, slot)

@@ -115,6 +115,15 @@ class Transfer:
         """Content under these keys is not to be trusted: its targets get none of them."""
         self.keys = [tuple(staged for staged in own if staged.key not in keys) for own in self.keys]
 
+    def trusted_keys(self) -> Iterator[tuple[KVCacheBlock, tuple[StagedKey, ...]]]:
+        """Each target with the keys it may get: none if its source's hashes were dropped by id meanwhile.
+
+        A step that computed the source may have failed after the copy was planned, whoever held the block then.
+        """
+        evicted = self._device.evicted
+        for source, target, keys in zip(self._device.blocks, self._tier.blocks, self.keys, strict=True):
+            yield target, () if source.block_id in evicted else keys
+
     def submit(self) -> None:
         """The order left for the workers."""
         self._move(TransferState.SUBMITTED)

@@ -346,17 +346,20 @@ class MambaManager(SingleTypeKVCacheManager):
     def take_pending_boundary_state_offloads(self) -> dict[str, list[BoundaryState]]:
         """States hashed since the last call that are still cached and will not be overwritten, by exact block id.
 
-        The entry of a running state is held back until it has moved to its copy, or the request finished.
+        The entry of a running state is held back until it has moved to its copy, or the request finished. The block
+        found under a key may be the running state of *another* request that computed the same prefix.
         """
+        if not self._pending_boundaries:
+            return {}
+        running = {id(self._running_block(request_id)) for request_id in self._state_position}
         offered: dict[str, list[BoundaryState]] = {}
         kept: dict[str, list[tuple[BlockHashWithGroupId, int]]] = {}
         for request_id, entries in self._pending_boundaries.items():
-            running = self._running_block(request_id)
             for key, position in entries:
                 block = self.block_pool.cached_block_hash_to_block.get_one_block(key)
                 if block is None:
                     continue
-                if block is running and position % self.block_size:
+                if id(block) in running and position % self.block_size:
                     kept.setdefault(request_id, []).append((key, position))
                     continue
                 state = (self.kv_cache_group_id, block.block_id, position)
