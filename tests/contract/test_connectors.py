@@ -1,21 +1,30 @@
 """What every connector must survive, both halves together: hits, aborts, preemptions, resets, repeated asks.
 
 The model writes bytes that depend on the whole prefix and checks all it reads, so that a connector which delivers
-anything but the right bytes fails the run. A new connector joins `CONNECTORS`.
+anything but the right bytes fails the run. A new connector joins `CONNECTORS`. What one connector does beyond that is
+tested beside it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tests.helpers.offload_rig import Rig, full, mamba, prompt, window
+from tests.helpers.offload_rig import Rig, full, mamba, prompt, ring, window
 from vllm.config import KVTransferConfig
-from vllm.v1.request import Request
+from vllm.distributed.kv_event_types import MEDIUM_GPU, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorPrometheus
+from vllm.v1.kv_cache_interface import CircularBufferSpec
+from vllm.v1.kv_connector_types import KVConnectorTransferResults
+from vllm.v1.request import Request, RequestStatus
 
 
 def simple(**extra: Any) -> Callable[[Path], KVTransferConfig]:
@@ -36,6 +45,37 @@ def example(folder: Path) -> KVTransferConfig:
         kv_connector="ExampleConnector",
         kv_role="kv_both",
         kv_connector_extra_config={"shared_storage_path": str(folder / "shared")},
+        kv_load_failure_policy="recompute",
+    )
+
+
+def native(**extra: Any) -> Callable[[Path], KVTransferConfig]:
+    def make(folder: Path) -> KVTransferConfig:
+        tier = {
+            "type": "fs",
+            "disk_path": f"{folder}/kv",
+            "disk_capacity_bytes": 1 << 20,
+            "use_page_cache": True,
+        }
+        tiers = (
+            {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]} if extra.get("tiers") else {}
+        )
+        return KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu_bytes_to_use": 1 << 12, **tiers},
+            kv_load_failure_policy="recompute",
+        )
+
+    return make
+
+
+def outside(folder: Path) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="ShelfConnector",
+        kv_connector_module_path="tests.helpers.outside_connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
     )
 
 
@@ -60,15 +100,30 @@ DISK = {
     "disk_capacity_bytes": 1 << 20,
     "use_page_cache": True,
 }
+CHAIN = {"disk_tier": True, "disk_path": "?", "disk_capacity_bytes": 1 << 20, "use_page_cache": True}
 CONNECTORS: dict[str, Callable[[Path], KVTransferConfig]] = {
     "example": example,
     "multi": multi,
+    "native": native(),
+    "native-chain": native(tiers=True),
+    "offload-chain": simple(**CHAIN),
     "offload-disk": simple(**DISK),
     "offload-eager": simple(),
     "offload-lazy": simple(lazy_offload=True),
+    "outside": outside,
 }
-SINGLE_GROUP_AND_WORKER = {"example"}
-SPECS = {"full": [full()], "window": [full(), window()], "state": [full(), mamba()]}
+SINGLE_GROUP = {"example", "outside"}
+SINGLE_WORKER = {"example"}
+# Files that other engines share: there before a step is known to be good, and still there after a reset.
+SHARED_FILES = {"example"}
+# Their copies cannot be held back by the test.
+OWN_THREADS = {"offload-disk"}
+SPECS = {
+    "full": [full()],
+    "window": [full(), window()],
+    "state": [full(), mamba()],
+    "scratch": [full(), ring(6)],
+}
 
 
 @pytest.fixture(params=list(CONNECTORS))
@@ -76,8 +131,12 @@ def make_rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
     rigs: list[Rig] = []
 
     def make(specs: str = "full", **changes: Any) -> Rig:
-        if request.param in SINGLE_GROUP_AND_WORKER:
-            specs, changes["ranks"] = "full", 1
+        if request.param in SINGLE_GROUP:
+            specs = "full"
+        if request.param in SINGLE_WORKER:
+            changes["ranks"] = 1
+        if request.param in OWN_THREADS:
+            changes["held"] = False
         config = CONNECTORS[request.param](tmp_path)
         rigs.append(Rig(SPECS[specs], held=changes.pop("held", False), connector_config=config, **changes))
         return rigs[-1]
@@ -85,6 +144,22 @@ def make_rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
     yield make
     for rig in rigs:
         rig.close()
+
+
+def warm(rig: Rig, *, seeds: int = 1, length: int = 25) -> None:
+    """Prompts that only the connector knows."""
+    for seed in range(seeds):
+        rig.generate(prompt(length, seed), max_tokens=2)
+    # Other content brings lazy copies about.
+    for seed in range(10, 13):
+        rig.generate(prompt(length, seed), max_tokens=1)
+    assert rig.scheduler.kv_cache_manager.reset_prefix_cache()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """The connector under test."""
+    return str(request.node.callspec.params["make_rig"])
 
 
 def at_rest(rig: Rig) -> None:
@@ -196,3 +271,208 @@ def test_shutdown_is_idempotent_and_ends_threads_and_files(
         active.kv_connector.shutdown()
     rig.connector.shutdown()
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
+
+
+def test_fewer_tokens_than_offered_may_be_taken(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(device_blocks=14)
+    warm(rig)
+    ask = rig.connector.get_num_new_matched_tokens
+
+    def ask_for_less(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_tokens, is_async = ask(request, num_computed_tokens)
+        return (num_tokens and max(0, num_tokens - 8)), is_async and num_tokens > 8
+
+    rig.connector.get_num_new_matched_tokens = ask_for_less  # type: ignore[method-assign]
+    request = rig.generate(prompt(25), max_tokens=3)
+    assert request.num_cached_tokens == 16
+    rig.connector.get_num_new_matched_tokens = ask  # type: ignore[method-assign]
+    rig.generate(prompt(25), max_tokens=3)
+    at_rest(rig)
+
+
+def test_none_of_the_tokens_offered_need_be_taken(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(device_blocks=14)
+    warm(rig)
+    ask = rig.connector.get_num_new_matched_tokens
+
+    def ask_for_nothing(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_tokens, _ = ask(request, num_computed_tokens)
+        return (None if num_tokens is None else 0), False
+
+    rig.connector.get_num_new_matched_tokens = ask_for_nothing  # type: ignore[method-assign]
+    assert rig.generate(prompt(25), max_tokens=3).num_cached_tokens == 0
+    at_rest(rig)
+
+
+def fail_first_load(rig: Rig, name: str) -> list[str]:
+    """The first load of every rank counts as failed, whatever the bytes are; returns who it was."""
+    failed: list[str] = []
+    active = rig.workers[0]
+    results, errors = (
+        active.kv_connector.get_transfer_results,
+        active.kv_connector.get_block_ids_with_load_errors,
+    )
+
+    def failing_results(finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        found = results(finished_req_ids)
+        if not failed and found.finished_recving:
+            failed.extend(sorted(found.finished_recving))
+            found.failed_recving = set(failed)
+        return found
+
+    def failing_blocks() -> set[int]:
+        if failed:
+            return errors()
+        output = rig.steps[-1]
+        for new in output.scheduled_new_reqs:
+            if new.num_computed_tokens:
+                failed.append(new.req_id)
+                return {new.block_ids[0][1]}
+        return errors()
+
+    active.kv_connector.get_transfer_results = failing_results  # type: ignore[method-assign]
+    if name == "example":
+        active.kv_connector.get_block_ids_with_load_errors = failing_blocks  # type: ignore[method-assign]
+    return failed
+
+
+@pytest.mark.parametrize("specs", ["full", "window", "state"])
+def test_a_failed_load_costs_its_request_a_recompute_and_others_nothing(
+    make_rig: Callable[..., Rig], name: str, specs: str
+) -> None:
+    rig = make_rig(specs)
+    warm(rig, seeds=2)
+    failed = fail_first_load(rig, name)
+    requests = [rig.add(prompt(25, seed), max_tokens=4) for seed in (0, 1, 5)]
+    rig.run()
+    assert failed
+    for request in requests:
+        assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+        assert len(rig.outputs[request.request_id]) == 4
+        rig.check_output(request)
+    rig.generate(prompt(25), max_tokens=3)
+    at_rest(rig)
+
+
+def test_an_end_in_an_error_leaves_nothing_that_others_hit(make_rig: Callable[..., Rig], name: str) -> None:
+    rig = make_rig()
+    request = rig.add(prompt(25), max_tokens=6)
+    rig.step(nan=[request.request_id])
+    rig.run()
+    assert request.status is RequestStatus.FINISHED_ERROR
+    again = rig.generate(prompt(25), max_tokens=2)
+    assert again.num_cached_tokens == 0 or name in SHARED_FILES
+    at_rest(rig)
+
+
+@pytest.mark.parametrize("after", range(1, 5))
+def test_a_failed_step_ends_its_requests_and_nothing_stays_open(
+    make_rig: Callable[..., Rig], after: int
+) -> None:
+    rig = make_rig()
+    warm(rig)
+    request = rig.add(prompt(25), max_tokens=6)
+    for _ in range(after):
+        rig.step(copies=False)
+    rig.fail_step()
+    rig.run()
+    assert request.is_finished()
+    rig.generate(prompt(25), max_tokens=6)
+    at_rest(rig)
+
+
+def test_a_reset_while_copies_are_under_way_ends_all_hits(make_rig: Callable[..., Rig], name: str) -> None:
+    rig = make_rig(held=True)
+    first = rig.add(prompt(25), max_tokens=3)
+    for _ in range(4):
+        rig.step(copies=False)
+    rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    again = rig.make_request(prompt(25))
+    if name not in SHARED_FILES:
+        assert rig.connector.get_num_new_matched_tokens(again, 0) == (0, False)
+    rig.run()
+    rig.check_output(first)
+    at_rest(rig)
+
+
+def test_scratch_blocks_are_neither_read_nor_written(make_rig: Callable[..., Rig], name: str) -> None:
+    """Scratch of running requests changes at random between steps: no copy may bring older bytes back or hand them on."""
+    rig = make_rig("scratch", events=True)
+    mine = [index for index, spec in enumerate(rig.specs) if isinstance(spec, CircularBufferSpec)]
+    patterns: dict[int, int] = {}
+    warm(rig, seeds=2)
+    rng = random.Random(3)
+    for step in range(60):
+        if step % 6 == 0:
+            rig.add(prompt(25, rng.randrange(4)), max_tokens=5)
+        rig.step(copies=rng.random() < 0.5)
+        for group in mine:
+            held = {block for row in rig.rows.values() for block in row.tables[group] if block}
+            memory = rig.memories[0][f"layer{group}"]
+            for block in held & set(patterns):
+                assert torch.all(memory[block] == patterns[block]), f"scratch block {block} was written"
+            patterns = {block: rng.randrange(1, 100) for block in held}
+            for block, pattern in patterns.items():
+                memory[block] = pattern
+    rig.run()
+    for request in rig.requests.values():
+        rig.check_output(request)
+    stored = [event for event in rig.publisher.events if isinstance(event, BlockStored)]
+    assert not [event for event in stored if event.group_idx in mine]
+    if name not in SINGLE_GROUP:
+        assert [event for event in stored if event.medium != MEDIUM_GPU]
+    at_rest(rig)
+
+
+def test_figures_survive_the_way_to_their_sinks(make_rig: Callable[..., Rig]) -> None:
+    """Plain values, the connector's own class rebuilds them, they add up, and no counter ever falls."""
+    rig = make_rig(device_blocks=14, config_changes={"max_num_batched_tokens": 12})
+    rig.config.cache_config.num_gpu_blocks = 14
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    sink = KVConnectorPrometheus(rig.config, types, ["model_name", "engine"], {0: ["m", "0"]})
+    log = KVConnectorLogging(rig.config.kv_transfer_config)
+    seen: dict[str, float] = {}
+    for seed in (0, 1, 2, 0, 1, 2):
+        rig.generate(prompt(25, seed), max_tokens=1)
+        stats = rig.connector.get_kv_connector_stats()
+        if stats is None:
+            continue
+        payload = msgspec.msgpack.decode(msgspec.msgpack.encode(_plain(stats.to_dict())), strict=False)
+        assert payload
+        rebuilt = type(rig.connector).build_kv_connector_stats(stats.to_dict())
+        assert rebuilt is not None
+        assert not rebuilt.is_empty()
+        log.observe(stats.to_dict())
+        sink.observe(stats.to_dict())
+        for line in generate_latest(registry).decode().splitlines():
+            name, _, value = line.rpartition(" ")
+            if not line.startswith("#") and "_total" in name:
+                assert float(value) >= seen.get(name, 0), name
+                seen[name] = float(value)
+    lines: list[tuple[object, ...]] = []
+    log.log(lambda *args: lines.append(args))
+    assert bool(lines) == bool(seen)
+    at_rest(rig)
+
+
+def _plain(value: Any) -> Any:
+    """Label tuples as the text they are on the wire; everything else must be plain already."""
+    if isinstance(value, dict):
+        return {(repr(k) if isinstance(k, tuple) else k): _plain(v) for k, v in value.items()}
+    return value if isinstance(value, str | int | float) else _plain(value.to_dict())
+
+
+def test_reports_about_unknown_requests_are_ignored(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    active = rig.workers[0].kv_connector
+    results = active.get_transfer_results
+
+    def with_strangers(finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        found = results(finished_req_ids)
+        found.finished_recving = (found.finished_recving or set()) | {"stranger"}
+        return found
+
+    active.get_transfer_results = with_strangers  # type: ignore[method-assign]
+    rig.generate(prompt(25), max_tokens=2)
+    at_rest(rig)

@@ -325,6 +325,9 @@ class Rig:
             tokens = new.prefill_token_ids or new.prompt_token_ids or []
             self.rows[new.req_id] = _Row(list(tokens), [list(ids) for ids in new.block_ids])
         cached = output.scheduled_cached_reqs
+        for req_id, kept in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            # The scheduler may not have taken what a step sampled, as after a load within the step that failed.
+            del self.rows[req_id].tokens[self.requests[req_id].num_prompt_tokens + kept :]
         for req_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
             for table, ids in zip(self.rows[req_id].tables, added or (), strict=False):
                 table.extend(ids)

@@ -39,6 +39,8 @@ EXPORTS = {
     "vllm.forward_context": "ForwardContext, get_forward_context, set_forward_context",
     f"{_V1}.simple_cpu_offload_connector": "SimpleCPUOffloadConnector, DEFAULT_CPU_CAPACITY_BYTES, "
     "VALID_KV_OFFLOAD_BACKENDS",
+    f"{_V1}.offloading_connector": "OffloadingConnector",
+    f"{_V1}.offloading.metrics": "OffloadingConnectorStats, OffloadPromMetrics",
     f"{_SO}.manager": "SimpleCPUOffloadScheduler, StoreRequestState, LoadRequestState, TransferMeta, BlockStoreMeta, "
     "BoundaryStoreStats",
     f"{_SO}.metadata": "SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, INVALID_JOB_ID",
@@ -130,6 +132,9 @@ SIGNATURES = {
     f"{_V1}.simple_cpu_offload_connector:SimpleCPUOffloadConnector": "vllm_config, role, kv_cache_config",
     f"{_V1}.simple_cpu_offload_connector:SimpleCPUOffloadConnector.get_aligned_num_cpu_blocks": "",
     f"{_V1}.simple_cpu_offload_connector:SimpleCPUOffloadConnector.get_boundary_store_stats": "",
+    f"{_V1}.offloading_connector:OffloadingConnector": "vllm_config, role, kv_cache_config",
+    f"{_V1}.offloading.metrics:OffloadingConnectorStats": "data=_",
+    f"{_V1}.offloading.metrics:OffloadPromMetrics": _PROM,
     f"{_SO}.manager:SimpleCPUOffloadScheduler": (
         "vllm_config, kv_cache_config, cpu_capacity_bytes, scheduler_block_size, hash_block_size, lazy_offload=False, "
         "disk_capacity_bytes=0, use_page_cache=False, num_cpu_blocks=None, aligned_num_cpu_blocks=None"

@@ -1,0 +1,110 @@
+"""`OffloadingConnector` on the real engine: what comes back from host memory and from the file is bit for bit the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.engine_configs import engine_args
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+engines: list[LLMEngine] = []
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=5)
+Answer = tuple[list[int], list[dict[int, float]]]
+
+
+@pytest.fixture(autouse=True)
+def close_engines() -> Iterator[None]:
+    yield
+    while engines:
+        engines.pop().shutdown()
+
+
+def start(name: str, **settings: Any) -> LLMEngine:
+    args = engine_args(name, max_model_len=512, **settings)
+    engines.append(LLMEngine.from_engine_args(args, enable_multiprocessing=False))
+    return engines[-1]
+
+
+def native(**extra: Any) -> dict[str, Any]:
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    }
+
+
+def ask(engine: LLMEngine, request_id: str, prompt: list[int]) -> tuple[Answer, int]:
+    """The tokens with all log-probabilities exactly, and how many tokens were cached."""
+    engine.add_request(request_id, {"prompt_token_ids": prompt}, PARAMS)
+    for _ in range(500):
+        for output in engine.step():
+            if output.finished:
+                assert isinstance(output, RequestOutput)
+                made = output.outputs[0]
+                assert made.logprobs is not None
+                values = [{token: p.logprob for token, p in place.items()} for place in made.logprobs]
+                return (list(made.token_ids), values), output.num_cached_tokens or 0
+    raise AssertionError("the engine makes no progress")
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [3 + (7 * i + 31 * seed + i * i % 11) % 250 for i in range(length)]
+
+
+@pytest.mark.parametrize("name", ["llama", "glm5_next"])
+def test_host_memory_gives_back_the_same_bits(name: str) -> None:
+    engine = start(name, kv_offloading_size=1 / 32)
+    transfer = engine.vllm_config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.kv_connector == "OffloadingConnector"
+    block = engine.cache_config.cache_hit_alignment_tokens
+    assert block is not None
+    prompts = [prompt_of(3 * block + 5, seed) for seed in range(4)]
+    fresh = [ask(engine, f"a{i}", prompt) for i, prompt in enumerate(prompts)]
+    assert engine.reset_prefix_cache()
+    loaded = [ask(engine, f"b{i}", prompt) for i, prompt in enumerate(prompts)]
+    assert [cached for _, cached in fresh] == [0] * 4
+    assert [cached for _, cached in loaded] == [3 * block] * 4
+    # Generated text is not offloaded: a longer prompt finds no more than the first one's own blocks.
+    assert engine.reset_prefix_cache()
+    _, cached = ask(engine, "c", prompts[0] + fresh[0][0][0] + prompt_of(block, 9))
+    assert cached == 3 * block
+    # The same blocks from the device, and computed anew, are the yardstick: exact equality of all log-probabilities.
+    again = [ask(engine, f"d{i}", prompt) for i, prompt in enumerate(prompts)]
+    assert [answer for answer, _ in loaded] == [answer for answer, _ in again]
+    assert [answer[0] for answer, _ in loaded] == [answer[0] for answer, _ in fresh]
+    assert engine.reset_prefix_cache(reset_connector=True)
+    cold = [ask(engine, f"e{i}", prompt) for i, prompt in enumerate(prompts)]
+    assert cold == fresh
+
+
+@pytest.mark.parametrize("name", ["llama", "glm5_next"])
+def test_the_file_below_gives_back_the_same_bits(name: str, tmp_path: Path) -> None:
+    tier = {"type": "fs", "disk_path": str(tmp_path / "kv"), "disk_capacity_bytes": 64 << 20}
+    probe = start(name, **native(cpu_bytes_to_use=1 << 20))
+    block = probe.cache_config.cache_hit_alignment_tokens
+    assert block is not None
+    assert probe.cache_config.num_gpu_blocks
+    block_bytes = (16 << 20) // probe.cache_config.num_gpu_blocks
+    small = native(
+        spec_name="TieringOffloadingSpec",
+        cpu_bytes_to_use=33 * block_bytes + block_bytes // 2,
+        secondary_tiers=[tier],
+    )
+    engine = start(name, **small)
+    prompts = [prompt_of(3 * block + 5, seed) for seed in range(16)]
+    fresh = [ask(engine, f"a{i}", prompt) for i, prompt in enumerate(prompts)]
+    assert engine.reset_prefix_cache()
+    again = [ask(engine, f"b{i}", prompt) for i, prompt in enumerate(prompts)]
+    assert [answer[0] for answer, _ in again] == [answer[0] for answer, _ in fresh]
+    assert [cached for _, cached in again] == [3 * block] * len(prompts)
+    from_device = [ask(engine, f"c{i}", prompt) for i, prompt in enumerate(prompts[-2:])]
+    assert [answer for answer, _ in from_device] == [answer for answer, _ in again[-2:]]
