@@ -163,6 +163,27 @@ def test_store_02_blocks_that_found_no_room_are_stored_by_a_later_request() -> N
     rig.assert_at_rest()
 
 
+@pytest.mark.parametrize("leaves", ["aborted", "preempted"])
+def test_what_a_request_found_of_one_that_left_is_stored_when_it_ends(leaves: str) -> None:
+    rig = Rig(config_changes={"looks_ahead": True})
+    other = rig.add(prompt(16), max_tokens=2)
+    first = rig.scheduler.schedule()
+    if leaves == "preempted":
+        rig.scheduler._preempt_request(other, 0.0)
+    finder = rig.add(prompt(17), max_tokens=1)
+    second = rig.scheduler.schedule()
+    assert second.scheduled_new_reqs[0].num_computed_tokens == 16
+    if leaves == "aborted":
+        rig.abort(
+            other
+        )  # its blocks count as unsettled while a step that may have computed them is in flight
+    rig.finish_step(first)
+    rig.finish_step(second)
+    rig.run()
+    assert rig.in_tier(finder) == [0, 1, 2, 3], "its own step has been processed, and so have those before it"
+    rig.assert_at_rest()
+
+
 def test_store_02_a_failed_store_is_tried_again_by_a_later_request() -> None:
     rig = Rig()
     rig.mover().fail_next = [RuntimeError("no space")]

@@ -196,6 +196,24 @@ def test_failed_loads_end_only_the_requests_concerned_where_that_is_the_policy(l
     driver.assert_at_rest()
 
 
+def test_a_load_behind_spoilt_blocks_starts_again_whatever_the_policy_for_failed_loads() -> None:
+    driver, connector, loads = machine(policy="fail", looks_ahead=True)
+    loads.hold = True
+    driver.add("fails", prompt(17), max_tokens=4)
+    driver.schedule(fails=True)
+    connector.remember(prompt(32))
+    request = driver.add("loads", prompt(33), max_tokens=3)
+    driver.schedule()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert connector.local_hits["loads"] == 16, "it counts on blocks of the failing step"
+    driver.apply()
+    loads.hold = False
+    driver.run()
+    assert driver.ends["fails"].error is not None
+    assert driver.outputs["loads"] == expected_output(prompt(33), 3), "its own load did not fail"
+    driver.assert_at_rest()
+
+
 def test_a_cut_load_keeps_its_good_part() -> None:
     """Block 4, three loaded blocks, the second is invalid: computing goes on after the first."""
     driver, connector, loads = machine()

@@ -54,10 +54,20 @@ class StoreRequestState:
     """State of the tier when the last round began."""
     guarded_slots: set[int] = field(default_factory=set, kw_only=True)
     """Slots of the tier this request counts on; written by the hole patrol."""
+    start_tokens: int = field(default=0, kw_only=True)
+    """Tokens that counted as computed when it got its table: hits, whose bytes may still have been on their way."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its confirmed tokens have their bytes: a step of its own has been processed, and with it all
+        steps before, which wrote what it had found by hash.
+        """
+        return confirmed_tokens(self.request) > self.start_tokens
 
     def replace_table(self, block_ids: BlockTable) -> None:
         """The whole table is new: start over."""
         self.block_ids = tuple(list(ids) for ids in block_ids)
+        self.start_tokens = self.request.num_computed_tokens
         self.restart()
 
     def extend_table(self, block_ids: BlockTable) -> None:
@@ -218,17 +228,19 @@ def keys_between(
             yield make_block_hash_with_group_id(block_hash, group)
 
 
-def unsettled_keys(
-    stores: Stores, requests: Iterable[Request], scheduled: Mapping[str, int]
-) -> Iterator[BlockHashWithGroupId]:
-    """Keys of content that steps in flight, the one being built included, are still to compute.
+def unsettled_ranges(requests: Iterable[Request], scheduled: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """By request, the tokens ``(start, end]`` that steps in flight, the one being built included, are to compute.
 
     The device hashes blocks before their bytes exist, and others may hit them: whoever holds such a
     block must not store it before the step has been processed.
     """
+    ranges = {}
     for request in requests:
+        start = confirmed_tokens(request)
         end = request.num_computed_tokens + scheduled.get(request.request_id, 0)
-        yield from keys_between(stores, request, confirmed_tokens(request), end)
+        if end > start:
+            ranges[request.request_id] = (start, end)
+    return ranges
 
 
 def find_source(stores: Stores, block_id: int, key: BlockHashWithGroupId) -> KVCacheBlock | None:
@@ -260,7 +272,9 @@ def select_new(
             key = key_at(index)
             if not (key in chosen.keys or stores.is_copied(key)):
                 source = find_source(stores, table[group][index], key)
-                if source is not None and (key in stores.unsettled or not chosen.has_room):
+                is_own = source is not None and source.block_id == table[group][index]
+                is_ready = (is_own and state.is_settled) or key not in stores.unsettled
+                if source is not None and not (is_ready and chosen.has_room):
                     break
                 if source is not None:
                     chosen.add(stores.candidate(source, state.request))
@@ -269,14 +283,15 @@ def select_new(
 
 
 def select_tail(
-    stores: Stores, request: Request, table: BlockTable, starts: Sequence[int], chosen: Selection
+    stores: Stores, state: StoreRequestState, table: BlockTable, starts: Sequence[int], chosen: Selection
 ) -> None:
     """At the end of a request: entries registered in its table from ``starts[group]`` on.
 
     That is a prefix ending inside the last block, and the states of recurrent groups, whose tables
     no cursor walks over. Only entries over confirmed tokens count.
     """
-    storable = stores.storable_tokens(request)
+    request = state.request
+    storable, is_settled = stores.storable_tokens(request), state.is_settled
     for group in stores.tier.group_ids:
         for block_id in table[group][starts[group] :]:
             block = stores.device.blocks[block_id]
@@ -284,7 +299,7 @@ def select_tail(
             if block.is_null or key is None or get_group_id(key) != group:
                 continue
             covered = max((tokens or 0 for _, tokens in stores.device.get_keys(block)), default=0)
-            if covered > storable or key in stores.unsettled:
+            if covered > storable or not (is_settled or key not in stores.unsettled):
                 continue
             if key in chosen.keys or stores.is_copied(key):
                 continue

@@ -23,12 +23,13 @@ from vllm.v1.simple_kv_offload.store_policy import (
     Selection,
     StoreRequestState,
     Stores,
+    confirmed_tokens,
     keys_between,
     num_full_blocks,
     select_new,
     select_tail,
     stable_groups,
-    unsettled_keys,
+    unsettled_ranges,
 )
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer, TransferState
@@ -69,6 +70,7 @@ class StoreSide:
         self._tier = tier
         self._settings = settings
         self._step = 0
+        self._computing: dict[str, tuple[int, int]] = {}
         # Keys that ended or preempted requests left unsettled, with the step from which on they are settled.
         self._left_behind: list[tuple[int, set[BlockHashWithGroupId]]] = []
         self._num_groups = len(tier.config.kv_cache_groups)
@@ -85,16 +87,17 @@ class StoreSide:
     def settle(self, scheduled: Mapping[str, int]) -> None:
         """Find out anew what steps in flight, and the one being built, are still to compute."""
         self.unsettled.clear()
-        self.unsettled.update(unsettled_keys(self.stores, self.requests.values(), scheduled))
+        self._computing = unsettled_ranges(self.requests.values(), scheduled)
+        for request_id, (start, end) in self._computing.items():
+            self.unsettled.update(keys_between(self.stores, self.requests[request_id], start, end))
         self._left_behind = [entry for entry in self._left_behind if entry[0] > self._step]
         for _, keys in self._left_behind:
             self.unsettled |= keys
 
     def _leave_behind(self, request: Request) -> None:
         """The request lets go of its blocks; what its steps in flight were to compute stays unsettled with them."""
-        if not self.unsettled:
-            return
-        keys = self.unsettled.intersection(keys_between(self.stores, request, 0, request.num_tokens))
+        start, end = self._computing.pop(request.request_id, (0, 0))
+        keys = set(keys_between(self.stores, request, max(start, confirmed_tokens(request)), end))
         if keys:
             self._left_behind.append((self._step + self._settings.max_steps_in_flight, keys))
 
@@ -119,7 +122,8 @@ class StoreSide:
                 state.extend_table(block_ids)
 
     def _new_state(self, request: Request) -> StoreRequestState:
-        state = StoreRequestState(request, (), [0] * self._num_groups)
+        start = request.num_computed_tokens
+        state = StoreRequestState(request, (), [0] * self._num_groups, start_tokens=start)
         self.states[request.request_id] = state
         return state
 
@@ -207,12 +211,13 @@ class StoreSide:
         """The request ends well: plan what is confirmed and not stored yet, while its blocks are still held."""
         state = self.states.get(request.request_id)
         if state is not None:
+            self._leave_behind(request)
             self.settle({})
             chosen = self.new_selection(state)
             if len(block_ids) == self._num_groups and any(block_ids):
                 advance = select_new(self.stores, state, block_ids, self._stable, chosen)
                 ends = [cursor + step for cursor, step in zip(state.num_stored_blocks, advance, strict=True)]
-                select_tail(self.stores, request, block_ids, self._positional_ends(ends), chosen)
+                select_tail(self.stores, state, block_ids, self._positional_ends(ends), chosen)
             self.plan(chosen.candidates, request.request_id)
         self.forget_request(request.request_id)
 

@@ -30,8 +30,8 @@ class RemoteWaits:
     """Loads in progress and their ends.
 
     ``finished`` and ``failed`` hold ids reported by the workers until the next pass consumes them; ``unwanted`` holds
-    loads whose bytes became stale (a reset) while they were under way.  A load that failed in part is ``failed`` too,
-    but what comes before the failure can be used.
+    loads that became useless while they were under way: a reset made their bytes stale, or what lies in front of them
+    was spoilt.  A load that failed in part is ``failed`` too, but what comes before the failure can be used.
     """
 
     def __init__(self) -> None:

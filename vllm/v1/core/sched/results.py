@@ -366,7 +366,8 @@ class Results(Upkeep):
             request.num_computed_tokens = entry.position
             self._remote.note_cut(request.request_id)
         elif request.request_id in self._remote.loading:
-            self._remote.failed.add(request.request_id)
+            # Its load is not to blame: it does not count as failed, and no policy for failed loads applies.
+            self._remote.unwanted.add(request.request_id)
         else:
             self._release_holder(request)
 
