@@ -56,6 +56,11 @@ def resolve_none_hash_seed(hash_fn: HashFn) -> str:
     return os.urandom(32).hex()
 
 
+def is_none_hash_constant(hash_fn: HashFn) -> bool:
+    """Whether `NONE_HASH`, and with it every block hash, is the same in every process and after a restart."""
+    return envs.PYTHONHASHSEED is not None or hash_fn in (sha256, sha256_cbor)
+
+
 def init_none_hash(hash_fn: HashFn) -> None:
     """Set the root of all chains to `hash_fn(seed)`. Call once before any hasher runs; repeating it is harmless."""
     global NONE_HASH, _none_hash_seed

@@ -17,4 +17,11 @@ def disk_file_path(disk_path: str, vllm_config: VllmConfig | None) -> str:
     return f"{disk_path}.{transfer_config.engine_id}.rank_{rank}"
 
 
-__all__ = ["DiskBackend", "disk_file_path"]
+def kept_file_path(disk_path: str, digest: bytes, vllm_config: VllmConfig | None) -> str:
+    """The file that the next engine with the same digest, index and rank finds again."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    engine = 0 if vllm_config is None else vllm_config.parallel_config.data_parallel_index
+    return f"{disk_path}.kept-{digest.hex()[:16]}-{engine}-{rank}"
+
+
+__all__ = ["DiskBackend", "disk_file_path", "kept_file_path"]

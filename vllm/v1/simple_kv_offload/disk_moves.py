@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from vllm.logger import init_logger
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyBackend, CopyResult, EventsList
+from vllm.v1.simple_kv_offload.copy_backends.kept import Keeper
 from vllm.v1.simple_kv_offload.metadata import (
     INVALID_JOB_ID,
     DiskOrder,
@@ -93,13 +94,16 @@ class _Direction:
 class DiskMoves:
     """Both directions over one backend, whose device side is host memory."""
 
-    def __init__(self, backend: CopyBackend | None) -> None:
+    def __init__(self, backend: CopyBackend | None, keeper: Keeper | None = None) -> None:
         self.backend = backend
+        self.keeper = keeper
         self._down = _Direction(backend, is_store=True)
         self._up = _Direction(backend, is_store=False)
 
     def bind(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Set the orders of this step."""
+        if self.keeper is not None:
+            self.keeper.bind(metadata.kept)
         self._down.bind(metadata.move_down)
         self._up.bind(metadata.move_up)
 
@@ -118,6 +122,8 @@ class DiskMoves:
         self._down.collect(report.completed_moves_down, report.failed_moves_down)
         bad = self._up.collect(report.completed_moves_up, report.failed_moves_up)
         report.bad_disk_blocks |= bad
+        if self.keeper is not None:
+            report.kept_lost |= self.keeper.take_lost()
 
     @property
     def open_results(self) -> list[CopyResult]:
@@ -131,6 +137,6 @@ class DiskMoves:
             self.backend.check_health()
 
     def shutdown(self) -> None:
-        """End threads and remove the file. Idempotent."""
+        """End threads, remove the file unless it is kept. Idempotent."""
         if self.backend is not None:
             self.backend.shutdown()

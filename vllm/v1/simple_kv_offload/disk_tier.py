@@ -1,4 +1,5 @@
-"""The disk below the host tier: what goes down before the host evicts it, and what comes up for a request.
+"""The disk below the host tier: what goes down before the host evicts it (at once, if the disk is kept over
+restarts), and what comes up for a request.
 
 Owns the moves between the two tiers and the requests that wait for them. It must not know the device, its loads and
 stores, or how bytes move. Layer L4.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from vllm.logger import init_logger
 from vllm.utils.clock import Clock
@@ -15,9 +17,16 @@ from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.simple_kv_offload.chain_index import ChainIndex
+from vllm.v1.simple_kv_offload.disk_kept import KeptIndex
 from vllm.v1.simple_kv_offload.metadata import DiskOrder
 from vllm.v1.simple_kv_offload.records import DiskCounts, Ledger
-from vllm.v1.simple_kv_offload.store_policy import Candidate, Stores, find_endangered, select_endangered
+from vllm.v1.simple_kv_offload.store_policy import (
+    Candidate,
+    Selection,
+    Stores,
+    find_endangered,
+    select_endangered,
+)
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import StagedKey, StoreTable, Transfer, TransferState
 
@@ -35,12 +44,16 @@ Find = Callable[[Sequence[BlockHash], int], Found]
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """``depth``: how many of the host's next victims should be on disk; ``wait_s``: how long a request waits."""
+    """``depth``: how many of the host's next victims should be on disk; ``wait_s``: how long a request waits.
+
+    ``is_kept``: the disk outlives the engine, so everything goes down that reaches the host tier.
+    """
 
     hash_block_size: int
     num_ranks: int
     depth: int
     wait_s: float
+    is_kept: bool = False
 
 
 @dataclass(slots=True)
@@ -166,6 +179,12 @@ class DiskChain:
         # Per move: blocks with a copy that were as near to their eviction as those that it takes down.
         self._older: dict[int, list[tuple[KVCacheBlock, BlockHashWithGroupId]]] = {}
         self._seen = self._state
+        self.kept: KeptIndex | None = None
+        # Host slots that may have content the disk lacks, oldest first; only filled if the disk is kept.
+        self._fresh: dict[int, None] = {}
+        if settings.is_kept:
+            self.kept = KeptIndex(disk)
+            host.changed = {}
 
     # -- coming up ----------------------------------------------------------------------------
 
@@ -268,7 +287,7 @@ class DiskChain:
     def plan(self) -> None:
         """Plan copies of the host's next victims that have none. At most half of the host's free slots at a time."""
         seen = self._state
-        if self.writes_off or seen == self._seen:
+        if self.writes_off or (seen == self._seen and not self._fresh):
             return
         self._seen = seen
         half = max(1, (self.host.num_blocks - 1) // 2)
@@ -280,7 +299,29 @@ class DiskChain:
             copied = [(block, key) for block, key in endangered.blocks if self._stores.is_copied(key)]
             chosen = select_endangered(self._stores, endangered, limit)
             # A lease gives its blocks back last first; the oldest must end up frontmost again.
-            self._plan_down(chosen.candidates[::-1], copied)
+            self._plan_down(chosen.candidates[::-1], copied, to_front=True)
+            self._plan_fresh(limit - len(chosen.candidates))
+
+    def _plan_fresh(self, limit: int) -> None:
+        """A kept disk gets what reached the host tier, in that order, without waiting for its eviction."""
+        if self.host.changed:
+            self._fresh.update(self.host.changed)
+            self.host.changed.clear()
+        chosen = Selection(self.disk)
+        chosen.room = min(chosen.room, limit)
+        while self._fresh and chosen.has_room:
+            slot = next(iter(self._fresh))
+            del self._fresh[slot]
+            block = self.host.pool.blocks[slot]
+            key = block.block_hash
+            if key is not None and key not in chosen.keys and not self._stores.is_copied(key):
+                chosen.add(self._stores.candidate(block, None))
+        # What the host still has is in use: other content should leave the disk first.
+        victims = list(islice(self.disk.victims_after(0), len(chosen.candidates)))
+        self.disk.refresh(
+            [v for v in victims if v.block_hash is not None and self.host.contains(v.block_hash)]
+        )
+        self._plan_down(chosen.candidates, [], to_front=False)
 
     @property
     def _state(self) -> tuple[int, ...]:
@@ -290,7 +331,11 @@ class DiskChain:
         return (self.host.evictions, self.host.commits, self.disk.evictions, down.scheduled, ended)
 
     def _plan_down(
-        self, candidates: Sequence[Candidate], older: list[tuple[KVCacheBlock, BlockHashWithGroupId]]
+        self,
+        candidates: Sequence[Candidate],
+        older: list[tuple[KVCacheBlock, BlockHashWithGroupId]],
+        *,
+        to_front: bool,
     ) -> None:
         if not candidates:
             return
@@ -300,7 +345,7 @@ class DiskChain:
             Lease(self.host.pool, [candidate.block for candidate in candidates], owner),
             Lease.adopt(self.disk.pool, self.disk.stage(len(candidates)), owner),
             [candidate.keys for candidate in candidates],
-            device_to_front=True,
+            device_to_front=to_front,
         )
         self._leaving.update(staged.key for keys in transfer.keys for staged in keys)
         self.down.plan(transfer)
@@ -347,13 +392,13 @@ class DiskChain:
                 self._arriving.pop(source.block_id, None)
             if not all_ok and transfer.state is TransferState.SUBMITTED:
                 self.counts.failed_reads += 1
-                self.disk.pool.evict_blocks([block.block_id for block in transfer.device_blocks])
+                self.disk.evict(block.block_id for block in transfer.device_blocks)
 
     def report_bad(self, slots: Iterable[int]) -> None:
         """Slots of the disk whose bytes are not what was written."""
-        bad = sorted(slots)
+        bad = set(slots)
         self.counts.bad_blocks += len(bad)
-        self.disk.pool.evict_blocks(bad)
+        self.disk.evict(bad)
 
     def reset(self) -> bool:
         """Make everything on disk unfindable at once; False if copies were under way."""
@@ -364,12 +409,18 @@ class DiskChain:
         self._older.clear()
         down_idle = self.down.reset()
         up_idle = self.up.reset()
-        return self.disk.pool.invalidate_prefix_cache() == 0 and down_idle and up_idle
+        self._fresh.clear()
+        return self.disk.invalidate() == 0 and down_idle and up_idle
 
     @property
     def has_work(self) -> bool:
         """Whether a move is planned or under way, or the next step may plan one."""
-        return bool(self.down.live or self.up.live) or (not self.writes_off and self._state != self._seen)
+        if self.down.live or self.up.live or (self.kept is not None and self.kept.has_work):
+            return True
+        if self.writes_off:
+            return False
+        fresh = bool(self._fresh) and min(self.host.num_stageable // 2, self.disk.num_stageable) > 0
+        return fresh or self._state != self._seen
 
     @property
     def waiting(self) -> Mapping[str, object]:

@@ -7,7 +7,7 @@ clocks or keep a policy of its own. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from vllm.config import VllmConfig
@@ -35,7 +35,11 @@ from vllm.v1.simple_kv_offload.capacity import blocks_for_bytes, choose_num_bloc
 from vllm.v1.simple_kv_offload.disk_tier import DiskChain, DiskSettings, chain_finder
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.lookup import Promises
-from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
+from vllm.v1.simple_kv_offload.metadata import (
+    KeptInventory,
+    SimpleCPUOffloadMetadata,
+    SimpleCPUOffloadWorkerMetadata,
+)
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadStats
 from vllm.v1.simple_kv_offload.options import DEFAULT_DISK_WAIT_S, check_num_cpu_blocks
 from vllm.v1.simple_kv_offload.records import (
@@ -58,7 +62,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
 
     ``cpu_capacity_bytes`` are per rank; ``disk_capacity_bytes > 0`` selects the disk instead.
     ``num_cpu_blocks`` replaces sizing by bytes, ``aligned_num_cpu_blocks`` is what the ranks agreed on.
-    ``disk_tier_bytes > 0`` puts a disk of so many bytes per rank below host memory.
+    ``disk_tier_bytes > 0`` puts a disk of so many bytes per rank below host memory, kept for the next start with
+    ``disk_persist``.
     ``prompt_only`` copies no generated tokens; ``any_cacheable_group`` serves models without full attention too.
     Raises ``ValueError`` for capacities or models it cannot work with.
     """
@@ -78,6 +83,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         *,
         disk_tier_bytes: int = 0,
         disk_wait_s: float = DEFAULT_DISK_WAIT_S,
+        disk_persist: bool = False,
         prompt_only: bool = False,
         any_cacheable_group: bool = False,
         clock: Clock | None = None,
@@ -115,11 +121,9 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             vllm_config.parallel_config.decode_context_parallel_size,
         )
         self.lazy_cursor_id: int | None = None
-        self.chain: DiskChain | None = None
-        if disk_tier_bytes > 0:
-            self.chain = self._make_chain(
-                vllm_config, kv_cache_config, disk_tier_bytes, disk_wait_s, clock or MonotonicClock()
-            )
+        self.chain = self._make_chain(
+            kv_cache_config, disk_tier_bytes, disk_wait_s, disk_persist, clock or MonotonicClock()
+        )
         self.reporter = StatsReporter(
             is_disk,
             use_page_cache,
@@ -133,13 +137,10 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         logger.info("KV offload: %d %s blocks per rank, %s mode", num_blocks, self.tier.medium, self._mode)
 
     def _make_chain(
-        self,
-        vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig,
-        capacity_bytes: int,
-        wait_s: float,
-        clock: Clock,
-    ) -> DiskChain:
+        self, kv_cache_config: KVCacheConfig, capacity_bytes: int, wait_s: float, is_kept: bool, clock: Clock
+    ) -> DiskChain | None:
+        if capacity_bytes <= 0:
+            return None
         num_blocks = blocks_for_bytes(
             capacity_bytes, kv_cache_config.num_blocks, gpu_total_bytes(kv_cache_config)
         )
@@ -147,7 +148,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             kv_cache_config, replace(self.tier.geometry, num_blocks=num_blocks, medium=MEDIUM_STORAGE)
         )
         depth = max(self.target_free, self.tier.num_blocks // 8)
-        settings = DiskSettings(self.hash_block_size, self.expected_worker_count, depth, wait_s)
+        settings = DiskSettings(self.hash_block_size, self.expected_worker_count, depth, wait_s, is_kept)
         logger.info("KV offload: %d disk blocks per rank below them", num_blocks)
         return DiskChain(self.tier, disk, chain_finder(self.tier, disk), settings, clock)
 
@@ -245,6 +246,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             self.chain.plan()
             metadata.move_down = self.chain.down.submit()
             metadata.move_up = self.chain.up.submit()
+            if self.chain.kept is not None:
+                metadata.kept = self.chain.kept.order()
         return metadata
 
     def plan_stores(self, scheduler_output: SchedulerOutput) -> None:
@@ -293,6 +296,15 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         chain.report_down(report.completed_moves_down, ok=True)
         chain.report_up(report.failed_moves_up, ok=False)
         chain.report_up(report.completed_moves_up, ok=True)
+        if report.kept_lost and chain.kept is not None:
+            chain.kept.resend()
+
+    def restore_kept(self, inventories: Sequence[KeptInventory]) -> int:
+        """What all ranks found on their disks is findable from now on; returns the blocks. Call before any request."""
+        kept = None if self.chain is None else self.chain.kept
+        if kept is None or len(inventories) != self.expected_worker_count:
+            return 0
+        return kept.restore(inventories)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Events of the tiers since the last call."""
@@ -338,7 +350,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         stores_idle = self.store_side.reset()
         self.lazy_cursor_id = None
         chain_idle = self.chain is None or self.chain.reset()
-        held = self.tier.pool.invalidate_prefix_cache()
+        held = self.tier.invalidate()
         return loads_idle and stores_idle and chain_idle and held == 0
 
     # -- figures ------------------------------------------------------------------------------

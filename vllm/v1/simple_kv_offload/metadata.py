@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.v1.kv_connector_types import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.kv_connector_types import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 INVALID_JOB_ID = -1
+
+KeptKeys = tuple[tuple[BlockHashWithGroupId, int | None], ...]
+"""Keys of a slot, the primary one first, each with the prefix tokens that it covers."""
 
 
 @dataclass
@@ -20,6 +28,34 @@ class DiskOrder:
     issued: int = INVALID_JOB_ID
     src_blocks: list[int] = field(default_factory=list)
     dst_blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSlot:
+    """What a slot of the disk holds; without keys: nothing that may be found."""
+
+    slot: int
+    keys: KeptKeys
+
+
+@dataclass
+class KeptOrder:
+    """Changes of what the disk keeps for the next start: the state of some slots, complete.
+
+    ``number`` counts the orders with slots, this one included: a rank that missed one notices. A higher ``clears`` than
+    before says that everything earlier is to be forgotten.
+    """
+
+    clears: int = 0
+    number: int = 0
+    slots: list[KeptSlot] = field(default_factory=list)
+
+
+@dataclass
+class KeptInventory(KVConnectorHandshakeMetadata):
+    """What a rank found on its disk at the start, oldest first."""
+
+    slots: list[KeptSlot]
 
 
 @dataclass
@@ -52,6 +88,7 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     """Host → disk. Empty without a disk tier below the host."""
     move_up: DiskOrder = field(default_factory=DiskOrder)
     """Disk → host."""
+    kept: KeptOrder = field(default_factory=KeptOrder)
 
     def is_empty(self) -> bool:
         """True if the workers have nothing to do."""
@@ -62,6 +99,7 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
             and not self.failed_load_events
             and self.move_down.event == INVALID_JOB_ID
             and self.move_up.event == INVALID_JOB_ID
+            and not self.kept.slots
         )
 
 
@@ -71,7 +109,7 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
 
     ``bad_cpu_blocks`` are source blocks whose content turned out unusable during a load.
     ``lost_load_events`` never reached a rank, because its step failed. ``*_moves_*`` are those between host and disk,
-    ``bad_disk_blocks`` their sources with unusable content.
+    ``bad_disk_blocks`` their sources with unusable content. ``kept_lost``: a rank wants all of `KeptOrder` again.
     """
 
     completed_store_events: dict[int, int] = field(default_factory=dict)
@@ -83,6 +121,7 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
     completed_moves_up: dict[int, int] = field(default_factory=dict)
     failed_moves_up: dict[int, int] = field(default_factory=dict)
     bad_disk_blocks: set[int] = field(default_factory=set)
+    kept_lost: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> SimpleCPUOffloadWorkerMetadata:
         """The sum of both reports, as a new record."""
@@ -98,6 +137,7 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
             _add_counts(self.completed_moves_up, other.completed_moves_up),
             _add_counts(self.failed_moves_up, other.failed_moves_up),
             self.bad_disk_blocks | other.bad_disk_blocks,
+            self.kept_lost or other.kept_lost,
         )
 
 

@@ -30,6 +30,7 @@ KNOWN_KEYS = (
     "kv_offload_backend",
     *DISK_KEYS,
     "disk_tier",
+    "disk_persist",
     "disk_wait_s",
     "transfer_timeout_s",
 )
@@ -52,6 +53,8 @@ class OffloadOptions:
     disk_tier: bool = False
     """Whether a file lies below host memory."""
     disk_wait_s: float = DEFAULT_DISK_WAIT_S
+    disk_persist: bool = False
+    """Whether that file stays for the next start."""
     prompt_only: bool = False
     """Whether generated tokens are left out."""
     any_cacheable_group: bool = False
@@ -79,6 +82,9 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
     disk_tier = _flag(extra, "disk_tier", default=False)
     if disk_tier and backend == "disk":
         raise ValueError("disk_tier=true puts a disk below host memory: it needs kv_offload_backend='cpu'")
+    disk_persist = _flag(extra, "disk_persist", default=False)
+    if disk_persist and not disk_tier:
+        raise ValueError("disk_persist=true keeps the disk below host memory: it needs disk_tier=true")
     if backend == "cpu" and not disk_tier:
         ignored = [key for key in (*DISK_KEYS, "disk_wait_s") if key in extra]
         if ignored:
@@ -104,6 +110,7 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
         transfer_timeout_s=_seconds(extra, "transfer_timeout_s", DEFAULT_TRANSFER_TIMEOUT_S),
         disk_tier=disk_tier,
         disk_wait_s=_seconds(extra, "disk_wait_s", DEFAULT_DISK_WAIT_S),
+        disk_persist=disk_persist,
     )
 
 

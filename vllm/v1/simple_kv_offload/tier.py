@@ -60,6 +60,8 @@ class Tier:
         self.coordinator = self.make_coordinator(self.pool)
         self.commits = 0
         """Staged slots that became findable so far."""
+        self.changed: dict[int, None] | None = None
+        """Slots whose keys may have changed since somebody looked, in order; None if nobody wants to know."""
 
     def make_coordinator(self, pool: BlockPool) -> KVCacheCoordinator:
         """A coordinator with this tier's rules that searches ``pool``."""
@@ -126,19 +128,45 @@ class Tier:
 
     def stage(self, count: int) -> list[KVCacheBlock]:
         """Take ``count`` slots, each with one reference for the caller. ``ValueError`` if there are fewer."""
-        return self.pool.get_new_blocks(count)
+        slots = self.pool.get_new_blocks(count)
+        self._note_change(slot.block_id for slot in slots)
+        return slots
 
     def commit(self, block: KVCacheBlock, keys: Iterable[StagedKey]) -> None:
         """Make a staged slot, whose bytes have arrived, findable under its keys."""
         self.commits += 1
+        self._note_change((block.block_id,))
         for staged in keys:
             self.pool.commit_staged(block, staged.key, staged.num_tokens, staged.info)
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> int:
         """Make content unfindable under these keys; who holds the slots keeps them. Returns the slots."""
         slots = {block.block_id for key in keys if (block := self.get(key)) is not None}
-        self.pool.evict_blocks(sorted(slots))
+        self.evict(slots)
         return len(slots)
+
+    def evict(self, slots: Iterable[int]) -> None:
+        """Make these slots unfindable; who holds them keeps them."""
+        chosen = sorted(slots)
+        self._note_change(chosen)
+        self.pool.evict_blocks(chosen)
+
+    def invalidate(self) -> int:
+        """Make everything unfindable at once (`BlockPool.epoch` rises); returns how many slots are still held."""
+        if self.changed is not None:
+            self.changed.clear()
+        return self.pool.invalidate_prefix_cache()
+
+    def restore(self, slot: int, keys: Iterable[StagedKey]) -> None:
+        """Make a free slot findable that held this content all along; it counts as just used."""
+        block = self.pool.blocks[slot]
+        self.pool.touch((block,))
+        self.commit(block, keys)
+        self.pool.free_blocks((block,))
+
+    def _note_change(self, slots: Iterable[int]) -> None:
+        if self.changed is not None:
+            self.changed.update(dict.fromkeys(slots))
 
     def take_events(self) -> list[AnyKVCacheEvent]:
         """Events since the last call, with the kind and the window of their group."""

@@ -28,12 +28,14 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
     bytes_per_block,
 )
 from vllm.v1.simple_kv_offload.copy_backends.disk_file import DIRECT_IO_ALIGNMENT
+from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor, unpin_tensor
-from vllm.v1.simple_kv_offload.disk_backend import DiskBackend, disk_file_path
+from vllm.v1.simple_kv_offload.disk_backend import DiskBackend, disk_file_path, kept_file_path
 from vllm.v1.simple_kv_offload.disk_moves import DiskMoves
 from vllm.v1.simple_kv_offload.host_buffer import HostBuffer
 from vllm.v1.simple_kv_offload.metadata import (
     INVALID_JOB_ID,
+    KeptInventory,
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorkerMetadata,
 )
@@ -104,6 +106,7 @@ class SimpleCPUOffloadWorker:
         *,
         transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S,
         disk_tier: bool = False,
+        disk_persist: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self._vllm_config = vllm_config
@@ -114,6 +117,7 @@ class SimpleCPUOffloadWorker:
         self._disk_buffer_slots = disk_buffer_slots
         self._use_page_cache = use_page_cache
         self._disk_tier_bytes = disk_capacity_bytes if disk_tier else 0
+        self._disk_persist = disk_persist
         self._configured_blocks = check_num_cpu_blocks(num_cpu_blocks)
         self._transfer_timeout_s = transfer_timeout_s
         self._clock = clock or MonotonicClock()
@@ -176,7 +180,8 @@ class SimpleCPUOffloadWorker:
         self.cpu_kv_caches = self._host_buffer.regions
         # First what can be refused: threads that run by then would be left behind.
         if self._disk_tier_bytes:
-            self._moves = DiskMoves(self._open_disk_tier())
+            disk = self._open_disk_tier()
+            self._moves = DiskMoves(disk, None if disk is None else disk.keeper)
         backend = create_copy_backend(
             "cuda_dma" if self.device.type == "cuda" else "threaded", self._clock, self._transfer_timeout_s
         )
@@ -187,29 +192,48 @@ class SimpleCPUOffloadWorker:
         """The disk below host memory; None, with a message, if its file cannot be made: the engine goes on."""
         if self._disk_path is None:
             raise ValueError("disk_path must be set for disk_tier=true")
-        block_bytes = bytes_per_block(self.cpu_kv_caches)
+        digest = None
+        if self._disk_persist and self._vllm_config is not None:
+            digest = kv_digest(self._vllm_config, self._kv_cache_config)
         path = disk_file_path(self._disk_path, self._vllm_config)
-        backend = DiskBackend(clock=self._clock, deadline_s=self._transfer_timeout_s)
         try:
-            backend.init(
-                self.cpu_kv_caches,
-                torch.device("cpu"),
-                None,
-                None,
-                path,
-                max(1, self._disk_tier_bytes // block_bytes),
-                block_bytes,
-                self._disk_buffer_slots,
-                self._use_page_cache or block_bytes % DIRECT_IO_ALIGNMENT != 0,
-            )
+            if digest is not None:
+                kept = kept_file_path(self._disk_path, digest, self._vllm_config)
+                try:
+                    return self._open_disk_file(kept, digest)
+                except BlockingIOError:
+                    logger.warning("KV offload: another engine has %s; %s is used and not kept.", kept, path)
+            return self._open_disk_file(path, None)
         except OSError as error:
             logger.error(
                 "KV offload: the disk tier is off, %s cannot be used: %s. The engine goes on with the host tier.",
-                path,
+                error.filename or path,
                 error,
             )
             return None
+
+    def _open_disk_file(self, path: str, kept_digest: bytes | None) -> DiskBackend:
+        block_bytes = bytes_per_block(self.cpu_kv_caches)
+        backend = DiskBackend(clock=self._clock, deadline_s=self._transfer_timeout_s)
+        backend.init(
+            self.cpu_kv_caches,
+            torch.device("cpu"),
+            None,
+            None,
+            path,
+            max(1, self._disk_tier_bytes // block_bytes),
+            block_bytes,
+            self._disk_buffer_slots,
+            self._use_page_cache or block_bytes % DIRECT_IO_ALIGNMENT != 0,
+            kept_digest,
+        )
         return backend
+
+    @property
+    def kept_inventory(self) -> KeptInventory | None:
+        """What an earlier engine left on this rank's disk; None without a disk that is kept."""
+        keeper = None if self._moves is None else self._moves.keeper
+        return None if keeper is None else KeptInventory(keeper.found)
 
     def _start_disk(self, block_bytes: int, streams: Streams) -> None:
         if self._disk_path is None:

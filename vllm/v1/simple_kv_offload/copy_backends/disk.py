@@ -26,15 +26,18 @@ from vllm.v1.simple_kv_offload.copy_backends.disk_file import (
     Bytes,
     SlotFile,
     check_place,
+    remove_outdated_files,
     remove_stale_files,
     staging,
 )
+from vllm.v1.simple_kv_offload.copy_backends.kept import Keeper
+from vllm.v1.simple_kv_offload.copy_backends.kept_table import KeptTable
 from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
 from vllm.v1.simple_kv_offload.copy_backends.threaded import DEFAULT_DEADLINE_S
 
 
 class DiskBackend(CopyBackend):
-    """Stores are written with a checksum, loads are checked against it; the file goes at shutdown.
+    """Stores are written with a checksum, loads are checked against it; the file goes at shutdown unless it is kept.
 
     Bad slots (unreadable, or not what was written) are named in the failed result.
     """
@@ -44,6 +47,8 @@ class DiskBackend(CopyBackend):
         self._deadline_s = deadline_s
         self._lanes: dict[bool, CopyLane] = {}
         self._file: SlotFile | None = None
+        self.keeper: Keeper | None = None
+        """What keeps the table of a kept file; None for a file that goes at shutdown."""
 
     def init(
         self,
@@ -56,10 +61,13 @@ class DiskBackend(CopyBackend):
         total_block_bytes: int,
         num_buffer_slots: int = 2,
         use_page_cache: bool = False,
+        kept_digest: bytes | None = None,
     ) -> None:
         """Create the file and start both threads; each owns ``num_buffer_slots`` staging slots.
 
-        ``ValueError`` for impossible sizes, ``OSError`` if the file cannot be made.
+        With ``kept_digest`` the file is kept, and what an earlier run with the same digest left is in `keeper`.
+        ``ValueError`` for impossible sizes, ``OSError`` if the file cannot be made, ``BlockingIOError`` if it is kept
+        and another engine has it.
         """
         if num_buffer_slots < 1:
             raise ValueError(f"disk_buffer_slots must be at least 1, got {num_buffer_slots}")
@@ -69,12 +77,24 @@ class DiskBackend(CopyBackend):
             )
         check_place(disk_path, num_disk_slots * total_block_bytes)
         remove_stale_files(disk_path)
-        self._file = SlotFile(disk_path, num_disk_slots, total_block_bytes, use_page_cache)
+        is_kept = kept_digest is not None
+        self._file = SlotFile(disk_path, num_disk_slots, total_block_bytes, use_page_cache, is_kept=is_kept)
+        if kept_digest is not None:
+            self.keeper = self._open_table(self._file, kept_digest)
         mover = _DiskMover(self._file, gpu_caches, num_buffer_slots, (load_stream, store_stream))
         self._lanes = {
             False: CopyLane("kv-offload-disk-load", mover.load, self._clock, self._deadline_s),
             True: CopyLane("kv-offload-disk-store", mover.store, self._clock, self._deadline_s),
         }
+
+    def _open_table(self, file: SlotFile, digest: bytes) -> Keeper:
+        try:
+            table = KeptTable(f"{file.path}.index", digest, file.num_slots, file.slot_bytes)
+        except OSError:
+            file.close()
+            raise
+        remove_outdated_files(file.path)
+        return Keeper(table, file, self._clock, self._deadline_s)
 
     def launch_copy(
         self,
@@ -95,8 +115,12 @@ class DiskBackend(CopyBackend):
     def check_health(self) -> None:
         for lane in self._lanes.values():
             lane.check_health()
+        if self.keeper is not None:
+            self.keeper.check_health()
 
     def shutdown(self) -> None:
+        if self.keeper is not None:
+            self.keeper.shutdown()
         lanes, self._lanes = self._lanes, {}
         ended = [lane.shutdown() for lane in lanes.values()]
         if self._file is not None:

@@ -1,4 +1,4 @@
-"""A file of fixed slots with a checksum per slot: exclusive, private, gone after use.
+"""A file of fixed slots with a checksum per slot: exclusive, private, gone after use unless it is kept.
 
 Owns the file and its checksums. It must not know devices or jobs. Layer L6.
 """
@@ -13,10 +13,10 @@ import os
 import shutil
 import stat
 import time
-import zlib
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from vllm.logger import init_logger
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyError
@@ -26,6 +26,9 @@ logger = init_logger(__name__)
 DIRECT_IO_ALIGNMENT = 4096
 # A file without an owner that is younger than this may just be starting up.
 STALE_AFTER_S = 60.0
+# An engine that was just killed may hold its kept file a little longer.
+KEPT_LOCK_PATIENCE_S = 5.0
+_LOCK_POLL_S = 0.05
 
 Bytes = npt.NDArray[np.int8]
 
@@ -36,9 +39,14 @@ class SlotFile:
     Created exclusively with mode 0600 and locked for the owner's life; removed by `close`. Reads and
     writes go on until all bytes are through. Raises ``ValueError`` for slot sizes that direct I/O
     cannot handle and ``OSError`` if the file cannot be made.
+
+    A *kept* file stays, and is taken as it is if it exists; who finds it may tell which slots hold what
+    (`restore`). ``BlockingIOError`` while another engine has it.
     """
 
-    def __init__(self, path: str, num_slots: int, slot_bytes: int, use_page_cache: bool) -> None:
+    def __init__(
+        self, path: str, num_slots: int, slot_bytes: int, use_page_cache: bool, *, is_kept: bool = False
+    ) -> None:
         if not use_page_cache and slot_bytes % DIRECT_IO_ALIGNMENT != 0:
             raise ValueError(
                 f"direct I/O needs blocks of a multiple of {DIRECT_IO_ALIGNMENT} bytes, got {slot_bytes}; "
@@ -47,12 +55,13 @@ class SlotFile:
         self.path = path
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
+        self.is_kept = is_kept
         self._checksums: list[int | None] = [None] * num_slots
         self.is_direct = not use_page_cache
         self._fd = self._create()
 
     def _create(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_NOFOLLOW if self.is_kept else os.O_EXCL)
         try:
             fd = os.open(self.path, flags | (os.O_DIRECT if self.is_direct else 0), 0o600)
         except OSError as error:
@@ -65,13 +74,26 @@ class SlotFile:
             self.is_direct = False
             fd = os.open(self.path, flags, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self.is_kept:
+                check_private(fd, self.path)
+            lock_file(fd, KEPT_LOCK_PATIENCE_S if self.is_kept else 0.0)
+            if os.fstat(fd).st_nlink == 0:
+                raise BlockingIOError(errno.EWOULDBLOCK, "another engine has just removed it", self.path)
             os.ftruncate(fd, self.num_slots * self.slot_bytes)
         except OSError:
             os.close(fd)
-            os.unlink(self.path)
+            if not self.is_kept:
+                os.unlink(self.path)
             raise
         return fd
+
+    def checksum(self, slot: int) -> int | None:
+        """The checksum of what was written there last; None if nothing is known to be there."""
+        return self._checksums[slot]
+
+    def restore(self, slot: int, checksum: int) -> None:
+        """An earlier owner wrote bytes with this checksum there; they are looked at when they are read."""
+        self._checksums[slot] = checksum
 
     def write(self, first_slot: int, data: Bytes) -> None:
         """Write consecutive slots; ``data`` is ``[slots, slot_bytes]``, aligned for direct I/O."""
@@ -80,7 +102,7 @@ class SlotFile:
             self._checksums[slot] = None
         self._transfer(first_slot, data, is_write=True)
         for row, slot in enumerate(slots):
-            self._checksums[slot] = zlib.crc32(data[row])
+            self._checksums[slot] = checksum_of(data[row])
 
     def read(self, first_slot: int, data: Bytes) -> None:
         """Read consecutive slots into ``data``; `CopyError` naming the slots whose bytes are not what was written."""
@@ -92,7 +114,7 @@ class SlotFile:
                 f"reading slots {slots} of {self.path} failed: {error}", frozenset(slots)
             ) from error
         bad = frozenset(
-            slot for row, slot in enumerate(slots) if self._checksums[slot] != zlib.crc32(data[row])
+            slot for row, slot in enumerate(slots) if self._checksums[slot] != checksum_of(data[row])
         )
         if bad:
             raise CopyError(f"checksum mismatch in slots {sorted(bad)} of {self.path}", bad)
@@ -112,16 +134,46 @@ class SlotFile:
             done += count
 
     def close(self, keep_open: bool = False) -> None:
-        """Remove the file. ``keep_open`` leaves the descriptor to a thread that may still use it. Idempotent."""
+        """Remove the file, unless it is kept. ``keep_open`` leaves the descriptor to a thread that may still use it.
+
+        Idempotent.
+        """
         if self._fd < 0:
             return
         try:
-            os.unlink(self.path)
+            if not self.is_kept:
+                os.unlink(self.path)
         except FileNotFoundError:
             logger.warning("KV offload: %s was removed by someone else.", self.path)
         if not keep_open:
             os.close(self._fd)
         self._fd = -1
+
+
+def checksum_of(data: Bytes) -> int:
+    """XXH3 of 64 bits."""
+    digest: int = xxhash.xxh3_64_intdigest(data.data)
+    return digest
+
+
+def check_private(fd: int, path: str) -> None:
+    """``PermissionError`` unless this is a regular file that only its owner, this user, can read and write."""
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        raise PermissionError(errno.EPERM, "not a private file of this user", path)
+
+
+def lock_file(fd: int, patience_s: float) -> None:
+    """Lock the file for this process; ``BlockingIOError`` if another one has it for so long."""
+    give_up_at = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= give_up_at:
+                raise
+        time.sleep(_LOCK_POLL_S)
 
 
 def check_place(path: str, num_bytes: int) -> None:
@@ -161,16 +213,44 @@ def remove_stale_files(path: str) -> list[str]:
     prefix = head.rpartition(".")[0]
     if not separator or not prefix:
         return []
+    removed = _remove_stale(f"{glob.escape(prefix)}.*.rank_*", (path,))
+    if removed:
+        logger.info("KV offload: removed %d files of engines that are gone", len(removed))
+    return removed
+
+
+def remove_outdated_files(path: str) -> list[str]:
+    """Remove kept files of the same engine and rank that another model, layout or version left, by the same rules.
+
+    ``path`` is ``<prefix>.kept-<digest>-<engine>-<rank>``; beside it lies the index, ``<path>.index``.
+    """
+    head, separator, tail = path.rpartition(".kept-")
+    digest, dash, place = tail.partition("-")
+    if not separator or not dash:
+        return []
+    pattern = f"{glob.escape(head)}.kept-{'?' * len(digest)}-{glob.escape(place)}"
+    own = (path, f"{path}.index")
+    removed = _remove_stale(pattern, own)
+    # An index goes with its data: alone it is of no use, and the lock is on the data.
+    for data in removed[:]:
+        removed += _remove_stale(glob.escape(f"{data}.index"), own)
+    if removed:
+        logger.warning(
+            "KV offload: %s was kept by another model, layout or version and is removed.",
+            ", ".join(removed),
+        )
+    return removed
+
+
+def _remove_stale(pattern: str, spared: tuple[str, ...]) -> list[str]:
     removed = []
-    for candidate in sorted(glob.glob(f"{glob.escape(prefix)}.*.rank_*")):
+    for candidate in sorted(glob.glob(pattern)):
         try:
-            if candidate != path and _is_stale(candidate):
+            if candidate not in spared and _is_stale(candidate):
                 os.unlink(candidate)
                 removed.append(candidate)
         except OSError as error:
             logger.warning("KV offload: cannot clean up %s: %s", candidate, error)
-    if removed:
-        logger.info("KV offload: removed %d files of engines that are gone", len(removed))
     return removed
 
 

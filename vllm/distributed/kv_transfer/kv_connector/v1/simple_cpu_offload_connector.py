@@ -24,12 +24,16 @@ from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_report import ExternalHit, TierReport
-from vllm.v1.kv_connector_types import KVConnectorStats, KVConnectorWorkerMetadata
+from vllm.v1.kv_connector_types import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorStats,
+    KVConnectorWorkerMetadata,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
-from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
+from vllm.v1.simple_kv_offload.metadata import KeptInventory, SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadPromMetrics, SimpleCPUOffloadStats
 from vllm.v1.simple_kv_offload.options import (
     DEFAULT_CPU_CAPACITY_BYTES,
@@ -102,6 +106,9 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         return self.worker_handler.num_cpu_blocks
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None if self.worker_handler is None else self.worker_handler.kept_inventory
+
     def unregister_kv_caches(self) -> None:
         if self.worker_handler is not None:
             self.worker_handler.unregister_kv_caches()
@@ -148,6 +155,12 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self.worker_handler is None else self.worker_handler.build_connector_worker_meta()
 
     # -- scheduler half -----------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """What the ranks found on their disks is used again, if all ranks have one that is kept."""
+        found = [metadata[rank] for rank in sorted(metadata)]
+        if self.scheduler_manager is not None:
+            self.scheduler_manager.restore_kept([each for each in found if isinstance(each, KeptInventory)])
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self.scheduler_manager is not None:
@@ -265,6 +278,7 @@ def _make_manager(
         aligned_num_cpu_blocks=vllm_config.cache_config.simple_cpu_offload_num_blocks,
         disk_tier_bytes=options.disk_capacity_bytes if options.disk_tier else 0,
         disk_wait_s=options.disk_wait_s,
+        disk_persist=options.disk_persist,
         prompt_only=options.prompt_only,
         any_cacheable_group=options.any_cacheable_group,
     )
@@ -285,6 +299,7 @@ def _make_worker(
         num_cpu_blocks=options.num_cpu_blocks,
         transfer_timeout_s=options.transfer_timeout_s,
         disk_tier=options.disk_tier,
+        disk_persist=options.disk_persist,
     )
 
 

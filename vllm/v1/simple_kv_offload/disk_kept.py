@@ -1,0 +1,79 @@
+"""The scheduler's part in keeping the disk over restarts: what changed in its tier, and what all ranks still have.
+
+Owns which changes the ranks have been told. It must not know files, moves or requests. Layer L4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from vllm.logger import init_logger
+from vllm.v1.simple_kv_offload.metadata import KeptInventory, KeptKeys, KeptOrder, KeptSlot
+from vllm.v1.simple_kv_offload.tier import Tier
+from vllm.v1.simple_kv_offload.transfer import StagedKey
+
+logger = init_logger(__name__)
+
+SLOTS_PER_ORDER = 1024
+
+
+class KeptIndex:
+    """Follows the keys of a tier's slots and says in each step which ones changed.
+
+    Only what is findable is ever named as kept, so that a crash at any moment leaves what was findable then, or less.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._changed: dict[int, None] = {}
+        tier.changed = self._changed
+        self._epoch_told = tier.pool.epoch
+        self._number = 0
+
+    def restore(self, inventories: Sequence[KeptInventory]) -> int:
+        """Make findable what every rank found on its disk under the same keys; returns how many slots.
+
+        Call once, before the first request.
+        """
+        first, *others = inventories
+        held = [{entry.slot: entry.keys for entry in other.slots} for other in others]
+        count = 0
+        for entry in first.slots:
+            if all(slots.get(entry.slot) == entry.keys for slots in held) and self._is_usable(entry):
+                self._tier.restore(
+                    entry.slot, [StagedKey(key, num_tokens, None) for key, num_tokens in entry.keys]
+                )
+                count += 1
+        # The ranks know these slots; what is left out here they would find again only if they all had it.
+        self._changed.clear()
+        logger.info("KV offload: %d blocks kept on the disk can be used again", count)
+        return count
+
+    def _is_usable(self, entry: KeptSlot) -> bool:
+        return 0 < entry.slot < self._tier.num_blocks and not any(
+            self._tier.contains(key) for key, _ in entry.keys
+        )
+
+    def resend(self) -> None:
+        """A rank lost an order and has forgotten everything."""
+        for block in self._tier.pool.blocks:
+            if block.block_hash is not None:
+                self._changed[block.block_id] = None
+
+    def order(self) -> KeptOrder:
+        """The changes for this step, as far as they fit."""
+        slots = list(islice(self._changed, SLOTS_PER_ORDER))
+        for slot in slots:
+            del self._changed[slot]
+        self._epoch_told = self._tier.pool.epoch
+        self._number += bool(slots)
+        return KeptOrder(self._epoch_told, self._number, [KeptSlot(slot, self._keys(slot)) for slot in slots])
+
+    def _keys(self, slot: int) -> KeptKeys:
+        return self._tier.pool.get_keys(self._tier.pool.blocks[slot])
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step has something to say."""
+        return self._epoch_told != self._tier.pool.epoch or bool(self._changed)
