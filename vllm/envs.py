@@ -64,7 +64,11 @@ VARIABLES: dict[str, EnvVar] = {
     "VLLM_ENGINE_READY_TIMEOUT_S": EnvVar(int, 600, "Seconds to wait for an engine process to become ready."),
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": EnvVar(int, 300, "Seconds to wait for one step of the workers."),
     "VLLM_HOST_IP": EnvVar(str, "", "Address of this node, where it cannot be found by itself."),
-    "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": EnvVar(int, 33554432, "Largest accepted request body in bytes."),
+    "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": EnvVar(
+        int,
+        33554432,
+        "Largest accepted request body in bytes; unset: 4 MiB + 128 bytes per token of max_model_len, at most this.",
+    ),
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": EnvVar(int, 5, "Seconds an idle HTTP connection is kept open."),
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": EnvVar(_flag, False, "Keep the HTTP server up after the engine died."),
     "VLLM_KV_CACHE_LAYOUT": EnvVar(_choice("NHD", "HND"), None, "Order of head and token inside a KV page."),
@@ -82,6 +86,11 @@ VARIABLES: dict[str, EnvVar] = {
     "VLLM_MAX_STOP_STRINGS": EnvVar(int, 4, "Most stop strings in one HTTP request."),
     "VLLM_MSGPACK_ZERO_COPY_THRESHOLD": EnvVar(
         int, 256, "Tensors of at least this many bytes travel uncopied."
+    ),
+    "VLLM_NO_NATIVE": EnvVar(
+        _flag,
+        False,
+        "Neither build (at installation) nor load the native libraries: the references are used.",
     ),
     "VLLM_PLUGINS": EnvVar(_names, None, "Comma list of plugins to load; unset loads all."),
     "VLLM_SERVER_DEV_MODE": EnvVar(_flag, False, "Serve the development routes (cache reset, pause, sleep)."),
@@ -125,6 +134,7 @@ VLLM_MAX_N_SEQUENCES: int
 VLLM_MAX_NUM_BAD_WORDS: int
 VLLM_MAX_STOP_STRINGS: int
 VLLM_MSGPACK_ZERO_COPY_THRESHOLD: int
+VLLM_NO_NATIVE: bool
 VLLM_PLUGINS: list[str] | None
 VLLM_SERVER_DEV_MODE: bool
 VLLM_SKIP_MODEL_NAME_VALIDATION: bool

@@ -299,3 +299,16 @@ async def test_a_constraint_that_cannot_be_met_is_a_bad_request(client, constrai
     error = await refused(client, COMPLETIONS, prompt="x", structured_outputs=constraint, stream=streams)
     assert "<state>" not in error["message"]
     assert (await ok(client, COMPLETIONS, prompt="x", max_tokens=2, **GREEDY))["choices"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": [7] * 1_000_000}),
+        ("/inference/v1/generate", {"token_ids": [7] * 1_000_000}),
+        ("/kv_cache/lookup", {"token_ids": [7] * 1_000_000}),
+    ],
+)
+async def test_a_million_token_ids_are_a_bad_request(client, path, body):
+    error = await refused(client, path, **body)
+    assert "max_model_len" in error["message"]

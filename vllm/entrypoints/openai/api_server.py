@@ -25,6 +25,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.common.cli_args import refuse_unsupported, resolve_model, validate_parsed_serve_args
 from vllm.entrypoints.openai import dev_routes, routes, token_routes, unsupported_routes
+from vllm.entrypoints.openai.bodies import body_bytes_default
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.errors import (
@@ -172,7 +173,9 @@ def _add_middleware(app: FastAPI, args: argparse.Namespace, paths: Sequence[str]
         app.add_middleware(AuthMiddleware, keys=keys, root_path=args.root_path or "")
     app.add_middleware(
         LimitsMiddleware,
-        body_bytes_max=envs.VLLM_HTTP_MAX_REQUEST_BODY_SIZE,
+        body_bytes_max=_body_bytes_max(
+            app.state.serving.engine_client.vllm_config.model_config.max_model_len
+        ),
         headers_max=args.h11_max_header_count,
     )
     app.add_middleware(
@@ -189,6 +192,14 @@ def _add_middleware(app: FastAPI, args: argparse.Namespace, paths: Sequence[str]
     app.add_middleware(HttpMetricsMiddleware, metrics=HttpMetrics(paths))
     for path in args.middleware:
         _add_custom_middleware(app, path)
+
+
+def _body_bytes_max(max_model_len: int | None) -> int:
+    """What was set, else what a model of this length can make use of."""
+    name = "VLLM_HTTP_MAX_REQUEST_BODY_SIZE"
+    if envs.is_set(name) or max_model_len is None:
+        return envs.VLLM_HTTP_MAX_REQUEST_BODY_SIZE
+    return body_bytes_default(max_model_len)
 
 
 def _add_custom_middleware(app: FastAPI, path: str) -> None:

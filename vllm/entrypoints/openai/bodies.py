@@ -1,24 +1,40 @@
 """Request bodies, read strictly: what JSON can spell but no part behind the routes could carry is refused here. Layer: L8.
 
 Unpaired surrogates are no text (they cannot be encoded), integers beyond 64 bits and very deep nesting cannot be sent to
-the engine, NaN and infinities are no JSON. All are reported like any other syntax error.
+the engine, NaN and infinities are no JSON. All are reported like any other syntax error. Large bodies are read in a
+thread by a quicker reader, so that streams of others go on, and must not hold more values than can be looked at quickly.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
+import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 # Only bodies in which these occur are looked into: an escape of a surrogate, an integer of 19 digits and more.
 _SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\d{19}")
 _INTEGERS = range(-(2**63), 2**64)
 # Copying and encoding recurse a few frames per level.
 DEPTH_MAX = 128
+# Bytes up to which a body is read without leaving the event loop.
+INLINE_BODY_MAX = 1 << 16
+# Of one body: a million token ids are read in a moment, a million objects are not.
+VALUES_MAX = 1 << 20
+CONTAINERS_MAX = 1 << 15
+_TEXT_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{,\]}]', re.DOTALL)
+
+
+def body_bytes_default(max_model_len: int) -> int:
+    """Bytes of the largest body that is accepted if no size was set: batches, tools and the longest prompt many times."""
+    return min(32 << 20, (4 << 20) + 128 * max_model_len)
 
 
 def parse_body(raw: bytes) -> Any:
@@ -38,6 +54,47 @@ def parse_body(raw: bytes) -> Any:
     except ValueError as error:  # a wrong encoding, an integer of thousands of digits, or a refusal of ours
         raise _refusal(str(error)) from None
     return value
+
+
+def parse_large_body(raw: bytes) -> Any:
+    """Like `parse_body`, quickly and without holding other threads up for long.
+
+    Raises:
+        json.JSONDecodeError: as `parse_body`.
+        HTTPException: the body holds too many values (413).
+    """
+    encoding = json.detect_encoding(raw)
+    if encoding != "utf-8":
+        with contextlib.suppress(UnicodeDecodeError):
+            raw = raw.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+    _refuse_too_many(raw)
+    try:
+        value = msgspec.json.decode(raw)
+        if _SUSPECT.search(raw) or raw.count(b"[") + raw.count(b"{") > DEPTH_MAX:
+            _check(value, 0)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        # The fault is told in the usual words.
+        return parse_body(raw)
+    return value
+
+
+def _refuse_too_many(raw: bytes) -> None:
+    """Count what stands outside of texts, if all of it could be too much."""
+    if raw.count(b",") <= VALUES_MAX and raw.count(b"[") + raw.count(b"{") <= CONTAINERS_MAX:
+        return
+    values = containers = depth = 0
+    for match in _TEXT_OR_MARK.finditer(raw):
+        mark = raw[match.start()]
+        values += mark == ord(",")
+        containers += mark in b"[{"
+        depth += (mark in b"[{") - (mark in b"]}")
+        if depth > DEPTH_MAX:
+            raise _refusal(f"it is nested more than {DEPTH_MAX} levels deep")
+        if values > VALUES_MAX or containers > CONTAINERS_MAX:
+            raise HTTPException(
+                413,
+                f"The request body holds too many values: at most {VALUES_MAX}, {CONTAINERS_MAX} of them objects and lists",
+            )
 
 
 def _refusal(reason: str) -> json.JSONDecodeError:
@@ -80,7 +137,11 @@ class StrictRequest(Request):
     async def json(self) -> Any:
         """The body's value, parsed once."""
         if not hasattr(self, "_json"):
-            self._json = parse_body(await self.body())
+            raw = await self.body()
+            if len(raw) <= INLINE_BODY_MAX:
+                self._json = parse_body(raw)
+            else:
+                self._json = await asyncio.to_thread(parse_large_body, raw)
         return self._json
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from vllm import envs
 from vllm.entrypoints.openai.bodies import StrictRoute
 from vllm.entrypoints.openai.errors import create_error_response, error_reply, to_http_response
+from vllm.entrypoints.openai.field_types import Texts
 from vllm.entrypoints.openai.state import serving
 from vllm.logger import init_logger
 from vllm.transformers_utils.config_record import ConfigRecord
@@ -42,7 +43,7 @@ class RpcRequest(BaseModel):
 class AbortRequest(BaseModel):
     """Requests to end, by the ids that clients know."""
 
-    request_ids: list[str]
+    request_ids: Texts
 
 
 def _answers_errors(route: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:

@@ -6,6 +6,7 @@ Owns the mapping from exceptions to bodies and the cleaning of messages. Must no
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -40,6 +41,11 @@ _TYPES = {
 _ADDRESS = re.compile(r"\s*(?:\bat\s+)?0x[0-9a-fA-F]{6,}")
 # An absolute path of at least two parts; the server's own routes are no secret.
 _PATH = re.compile(r"(?<![\w/:.])/(?!v\d/|inference/)(?:[\w.+@-]+/)+[\w.+@-]+")
+
+
+# A refused value can be as long as a body.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 class ErrorLog:
@@ -134,7 +140,7 @@ def _describe_entry(entry: Mapping[str, Any]) -> str:
         detail = entry.get("ctx", {}).get("error", entry.get("msg"))
         return f"the request body is not valid JSON: {detail}"
     name = _field(entry.get("loc", ()))
-    value = "" if entry.get("type") == "missing" else f" (got {repr(entry.get('input'))[:80]})"
+    value = "" if entry.get("type") == "missing" else f" (got {_SHORT.repr(entry.get('input'))[:80]})"
     return f"{name}: {entry.get('msg')}{value}" if name else f"{entry.get('msg')}{value}"
 
 

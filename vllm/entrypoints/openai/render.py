@@ -83,15 +83,20 @@ class OnlineRenderer:
         return self.tokenizer
 
     async def render_prompt(
-        self, prompt: str | list[int], add_special_tokens: bool = True, truncation: Truncation = Truncation()
+        self,
+        prompt: str | list[int],
+        add_special_tokens: bool = True,
+        truncation: Truncation = Truncation(),
+        characters: int = 0,
     ) -> RenderedPrompt:
-        """Token ids of a plain prompt."""
+        """Token ids of a plain prompt. `characters`: of all prompts of its request, where there are several."""
         if not isinstance(prompt, str):
             return RenderedPrompt(self._truncated(prompt, truncation), None)
         tokenizer = self.need_tokenizer()
         self._refuse_hopeless(tokenizer, len(prompt), "prompt", truncation)
         ids = await self._run(
-            len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            max(len(prompt), characters),
+            lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens),
         )
         return RenderedPrompt(self._truncated(ids, truncation), prompt)
 
@@ -137,6 +142,11 @@ class OnlineRenderer:
                 parameter=parameter,
                 value=size,
             )
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens included."""
+        tokenizer = self.need_tokenizer()
+        return str(await self._run(len(token_ids), lambda: tokenizer.decode(token_ids)))
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         if size <= INLINE_TEXT_MAX:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm import envs
+from vllm.entrypoints.openai.field_types import LogitBias, Texts, TokenIds, Xargs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.sampling_params import (
@@ -84,19 +85,19 @@ class GenerationFields(OpenAIBaseModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = []
+    stop: str | Texts | None = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     frequency_penalty: float | None = 0.0
     presence_penalty: float | None = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = []
+    stop_token_ids: TokenIds | None = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -105,10 +106,10 @@ class GenerationFields(OpenAIBaseModel):
     return_weight_versions: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] = []
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts = []
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: TokenIds | None = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
     structured_outputs: dict[str, Any] | None = None
@@ -121,7 +122,7 @@ class GenerationFields(OpenAIBaseModel):
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
-    vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
+    vllm_xargs: Xargs | None = None
     thinking_token_budget: Any = None
     repetition_detection: dict[str, int] | None = None
     watermarking: Any = None

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from vllm.entrypoints.openai.bodies import StrictRoute
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.fan_in import Primed
+from vllm.entrypoints.openai.field_types import Texts, TokenIds
 from vllm.entrypoints.openai.render import RenderedPrompt
 from vllm.entrypoints.openai.replies import reply
 from vllm.entrypoints.openai.request_fields import GenerationFields, StreamOptions
@@ -40,7 +41,7 @@ COMPUTED_PARAMS = {
 class GenerateRequest(GenerationFields):
     """A prompt as token ids, with the engine's own parameters."""
 
-    token_ids: list[int]
+    token_ids: TokenIds
     sampling_params: dict[str, Any] = {}
     stream_options: StreamOptions | None = None
 
@@ -68,7 +69,7 @@ class GenerateResponse(BaseModel):
 class AbortRequest(BaseModel):
     """Requests to end."""
 
-    request_ids: list[str]
+    request_ids: Texts
 
 
 def sampling_params_from(values: dict[str, Any], stream: bool) -> SamplingParams:

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, model_validator
 
 from vllm.entrypoints.chat_utils import ChatOptions
+from vllm.entrypoints.openai.field_types import Objects, TokenIds
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.render import OnlineRenderer
 from vllm.entrypoints.openai.request_fields import OpenAIBaseModel
@@ -18,14 +19,14 @@ class TokenizeRequest(OpenAIBaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
@@ -47,7 +48,7 @@ class DetokenizeRequest(OpenAIBaseModel):
     """Token ids to be turned into text."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class DetokenizeResponse(BaseModel):
@@ -99,16 +100,16 @@ async def detokenize(
 ) -> DetokenizeResponse:
     """The text of token ids, special tokens included. Raises VLLMValidationError for an id outside the vocabulary."""
     models.check_model(request.model)
-    tokenizer = renderer.need_tokenizer()
+    renderer.need_tokenizer()
     limit = renderer.model_config.get_vocab_size()
-    for token_id in request.tokens:
+    for token_id in (min(request.tokens, default=0), max(request.tokens, default=0)):
         if not 0 <= token_id < limit:
             raise VLLMValidationError(
                 f"token id {token_id} is outside the vocabulary of {limit}",
                 parameter="tokens",
                 value=token_id,
             )
-    return DetokenizeResponse(prompt=tokenizer.decode(request.tokens))
+    return DetokenizeResponse(prompt=await renderer.decode(request.tokens))
 
 
 def tokenizer_info(renderer: OnlineRenderer) -> TokenizerInfoResponse:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections import Counter
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from vllm.entrypoints.openai.completion.protocol import RequestMetrics
+from vllm.entrypoints.openai.field_types import Objects
 from vllm.entrypoints.openai.request_fields import GenerationFields, OpenAIBaseModel
 from vllm.entrypoints.openai.usage import UsageInfo
 from vllm.exceptions import VLLMValidationError
@@ -52,7 +54,7 @@ class _ChatFields(GenerationFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = 0
-    tools: list[ToolDefinition] | None = None
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: str | None = None
@@ -61,7 +63,7 @@ class _ChatFields(GenerationFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
@@ -97,7 +99,8 @@ class _ChatFields(GenerationFields):
             return
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise VLLMValidationError(f"tools hold a name twice: {names}", parameter="tools")
+            twice = next(name for name, count in Counter(names).items() if count > 1)
+            raise VLLMValidationError(f"tools hold the name {twice!r} twice", parameter="tools")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
             raise VLLMValidationError(
                 f"tool_choice names {self.tool_choice.function.name!r}, which is none of the tools {names}",
@@ -146,13 +149,13 @@ class _ChatFields(GenerationFields):
 class ChatCompletionRequest(_ChatFields):
     """A request for the next message of a conversation."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
 
 
 class BatchChatCompletionRequest(_ChatFields):
     """A request for the next message of each of several conversations; without streaming."""
 
-    messages: list[list[dict[str, Any]]] = Field(min_length=1)
+    messages: Annotated[list[Objects], Field(fail_fast=True)] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _check_batch(self) -> BatchChatCompletionRequest:

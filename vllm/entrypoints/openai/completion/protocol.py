@@ -7,12 +7,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from vllm import envs
+from vllm.entrypoints.openai.field_types import Prompt
 from vllm.entrypoints.openai.request_fields import GenerationFields
 from vllm.entrypoints.openai.usage import UsageInfo
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
-
-Prompt = str | list[str] | list[int] | list[list[int]]
 
 
 class CompletionRequest(GenerationFields):
@@ -62,6 +61,13 @@ class CompletionRequest(GenerationFields):
                 "(VLLM_MAX_COMPLETION_PROMPTS)",
                 parameter="prompt",
                 value=count,
+            )
+        if count * self.n > envs.VLLM_MAX_N_SEQUENCES:
+            raise VLLMValidationError(
+                f"{count} prompts with n={self.n} are {count * self.n} samples, at most {envs.VLLM_MAX_N_SEQUENCES} are "
+                "allowed (VLLM_MAX_N_SEQUENCES)",
+                parameter="n",
+                value=self.n,
             )
 
     def prompts(self) -> list[str | list[int]]:

@@ -91,9 +91,13 @@ class OpenAIServingCompletion(OpenAIServing):
     ) -> AsyncGenerator[str, None] | CompletionResponse:
         self.check_request(request)
         request_id = self.new_id("cmpl", request, caller)
+        prompts = request.prompts()
+        characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         rendered = [
-            await self.renderer.render_prompt(prompt, request.add_special_tokens, truncation_of(request))
-            for prompt in request.prompts()
+            await self.renderer.render_prompt(
+                prompt, request.add_special_tokens, truncation_of(request), characters
+            )
+            for prompt in prompts
         ]
         streams = [
             self._start_one(request, prompt, _engine_id(request_id, index, len(rendered)), caller)

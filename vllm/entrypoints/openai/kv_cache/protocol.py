@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from vllm.entrypoints.openai.field_types import Objects, TokenIds
 from vllm.exceptions import VLLMValidationError
 
 PROMPT_FIELDS = ("prompt", "token_ids", "messages")
@@ -29,8 +30,8 @@ class CacheLookupRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     prompt: Any = None
-    token_ids: list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
+    token_ids: TokenIds | None = None
+    messages: Objects | None = None
     lora: AdapterChoice | str | None = None
 
     @model_validator(mode="after")
