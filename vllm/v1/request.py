@@ -173,6 +173,7 @@ class Request:
     def _init_counters(self) -> None:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
+        self.num_tokens_at_preemption = 0
         self.num_output_placeholders = 0
         self.num_stale_output_tokens = 0
         self.drop_stale_output = False

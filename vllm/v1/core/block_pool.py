@@ -20,7 +20,7 @@ from vllm.v1.core.block_hash import (
 )
 from vllm.v1.core.block_hasher import HashableRequest
 from vllm.v1.core.block_index import BlockHashToBlockMap, BlockIndex, StoredBlockInfo
-from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
+from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue, FreeQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
 logger = init_logger(__name__)
@@ -53,7 +53,8 @@ class BlockPool:
     """`num_gpu_blocks` blocks with ids 0 … n-1; block 0 is the null block, which is never handed out.
 
     A block is in the free queue if and only if nobody holds it. `hash_block_size` is the number of tokens per hash
-    of `request.block_hashes`; `medium` is the tier named in events.
+    of `request.block_hashes`; `medium` is the tier named in events; `make_free_queue` decides in which order free blocks
+    are handed out.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class BlockPool:
         metrics_collector: BlockObserver | None = None,
         num_hash_lookahead_tokens: int = 0,
         medium: str = MEDIUM_GPU,
+        *,
+        make_free_queue: Callable[[Sequence[KVCacheBlock]], FreeQueue] = FreeKVCacheBlockQueue,
     ) -> None:
         if num_gpu_blocks <= 0:
             raise ValueError(f"num_gpu_blocks must be positive, got {num_gpu_blocks}")
@@ -80,7 +83,7 @@ class BlockPool:
         self.blocks = [KVCacheBlock(i, pool=self) for i in range(num_gpu_blocks)]
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
-        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
+        self.free_block_queue = make_free_queue(self.blocks[1:])
         self.index = BlockIndex(enable_kv_cache_events, medium, num_hash_lookahead_tokens)
         self.num_evicted = 0
         """Cached blocks that were handed out for new content so far."""
@@ -198,13 +201,7 @@ class BlockPool:
 
         Blocks that were in front without a hash stay there: reusing them costs nothing.
         """
-        queue = self.free_block_queue
-        cursor = queue.fake_free_list_head
-        for block in queue.iter_blocks_after(None):
-            if block.block_hash is not None:
-                break
-            cursor = block
-        queue.insert_n_after(cursor, self._release(ordered_blocks))
+        self.free_block_queue.put_back(self._release(ordered_blocks))
 
     def unpin_blocks(self, blocks: Sequence[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Free the blocks, whose bytes stay readable until they are handed out: then `on_reuse(block)` is called.

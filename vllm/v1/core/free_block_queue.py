@@ -6,8 +6,29 @@ Owns the links inside the block records. It must not know hashes, references or 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from vllm.v1.core.kv_cache_block import KVCacheBlock
+
+
+class FreeQueue(Protocol):
+    """What a pool asks of the order in which it hands out blocks that nobody holds."""
+
+    num_free_blocks: int
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]: ...
+
+    def remove(self, block: KVCacheBlock) -> None: ...
+
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None: ...
+
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None: ...
+
+    def put_back(self, blocks: Sequence[KVCacheBlock]) -> None: ...
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]: ...
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]: ...
 
 
 class FreeKVCacheBlockQueue:
@@ -73,6 +94,15 @@ class FreeKVCacheBlockQueue:
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put `blocks` at the front, in order: the first of them is handed out next."""
         self.insert_n_after(self.fake_free_list_head, blocks)
+
+    def put_back(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put `blocks` at the front, in order, but behind blocks there without a hash: reusing those costs nothing."""
+        cursor = self.fake_free_list_head
+        for block in self.iter_blocks_after(None):
+            if block.block_hash is not None:
+                break
+            cursor = block
+        self.insert_n_after(cursor, blocks)
 
     def insert_n_after(self, cursor: KVCacheBlock, blocks: Sequence[KVCacheBlock]) -> None:
         """Put `blocks` behind `cursor`, a queued block or the head sentinel, in order.

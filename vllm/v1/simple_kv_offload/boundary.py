@@ -28,9 +28,9 @@ class BoundaryStores:
     def select(
         self, stores: Stores, hand_offs: Sequence[HandOff], state: StoreRequestState, chosen: Selection
     ) -> None:
-        """Choose those worth a copy. One that finds no room is not tried again; generated text may be unwanted."""
+        """Choose those worth a copy. One that finds no room is not tried again."""
         for _, block_id, num_tokens in hand_offs:
-            if stores.prompt_only and num_tokens > state.request.num_prompt_tokens:
+            if num_tokens > stores.wanted_tokens(state.request):
                 continue
             self.stats.published += 1
             self._consider(stores, block_id, state, chosen)

@@ -248,10 +248,12 @@ class DiskChain:
 
     def _plan_up(self, sources: Sequence[KVCacheBlock], owner: str) -> Transfer:
         keys = [self._keys(self.disk, block) for block in sources]
+        self.disk.used(sources)
+        self.host.missed(staged.key for entries in keys for staged in entries)
         transfer = Transfer(
             owner,
             Lease(self.disk.pool, sources, owner),
-            Lease.adopt(self.host.pool, self.host.stage(len(sources)), owner),
+            Lease.adopt(self.host.pool, self.host.stage_for(keys), owner),
             keys,
         )
         for source, slot in zip(sources, transfer.tier_blocks, strict=True):
@@ -340,11 +342,12 @@ class DiskChain:
         if not candidates:
             return
         owner = "move to disk"
+        keys = [candidate.keys for candidate in candidates]
         transfer = Transfer(
             owner,
             Lease(self.host.pool, [candidate.block for candidate in candidates], owner),
-            Lease.adopt(self.disk.pool, self.disk.stage(len(candidates)), owner),
-            [candidate.keys for candidate in candidates],
+            Lease.adopt(self.disk.pool, self.disk.stage_for(keys, backwards=to_front), owner),
+            keys,
             device_to_front=to_front,
         )
         self._leaving.update(staged.key for keys in transfer.keys for staged in keys)

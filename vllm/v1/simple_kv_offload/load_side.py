@@ -82,6 +82,7 @@ class LoadSide:
             # Out of the window at the end of the prefix: nothing will read it.
             if not (target := blocks.blocks[group][index]).is_null
         ]
+        self._tier.used(plan.tier_blocks)
         self._start(request, pairs, deliverable=True)
         lease.release()
 

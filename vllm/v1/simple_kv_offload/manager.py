@@ -15,18 +15,11 @@ from vllm.distributed.kv_event_types import MEDIUM_CPU, MEDIUM_STORAGE, KVCacheE
 from vllm.logger import init_logger
 from vllm.utils.checks import check
 from vllm.utils.clock import Clock, MonotonicClock
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_view import device_block_bytes
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheSpecKind,
-    get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
-    is_full_attention_spec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_report import TierReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
@@ -42,6 +35,7 @@ from vllm.v1.simple_kv_offload.metadata import (
 )
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadStats
 from vllm.v1.simple_kv_offload.options import DEFAULT_DISK_WAIT_S, check_num_cpu_blocks
+from vllm.v1.simple_kv_offload.policy_options import DEFAULT_POLICY, OffloadPolicy
 from vllm.v1.simple_kv_offload.records import (
     BlockStoreMeta,
     BoundaryStoreStats,
@@ -49,9 +43,19 @@ from vllm.v1.simple_kv_offload.records import (
     TransferMeta,
 )
 from vllm.v1.simple_kv_offload.reporting import StatsReporter
-from vllm.v1.simple_kv_offload.store_policy import StoreRequestState, find_endangered, select_endangered
+from vllm.v1.simple_kv_offload.store_policy import (
+    StoreRequestState,
+    find_endangered,
+    keys_between,
+    select_endangered,
+)
 from vllm.v1.simple_kv_offload.store_side import StoreSettings, StoreSide
-from vllm.v1.simple_kv_offload.tier import Tier, TierGeometry
+from vllm.v1.simple_kv_offload.tier import Tier
+from vllm.v1.simple_kv_offload.tier_plan import (
+    estimate_lazy_target_blocks,
+    find_full_attention_group,
+    geometry,
+)
 from vllm.v1.simple_kv_offload.views import ManagerViews
 
 logger = init_logger(__name__)
@@ -86,10 +90,12 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         disk_persist: bool = False,
         prompt_only: bool = False,
         any_cacheable_group: bool = False,
+        policy: OffloadPolicy = DEFAULT_POLICY,
         clock: Clock | None = None,
     ) -> None:
         self.lazy_offload = lazy_offload
         self.prompt_only = prompt_only
+        self.policy = policy
         self.fa_gidx = find_full_attention_group(kv_cache_config, or_any=any_cacheable_group)
         is_disk = disk_capacity_bytes > 0
         num_blocks = choose_num_blocks(
@@ -109,6 +115,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
                 medium=MEDIUM_STORAGE if is_disk else MEDIUM_CPU,
                 block_sizes=(scheduler_block_size, hash_block_size),
                 allow_partial_hits=not lazy_offload,
+                eviction_policy=policy.eviction_policy,
             ),
         )
         self.hash_block_size = hash_block_size
@@ -131,6 +138,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             num_blocks,
             device_block_bytes(kv_cache_config, self.expected_worker_count),
         )
+        rank_block_bytes = max(1, gpu_total_bytes(kv_cache_config) // kv_cache_config.num_blocks)
+        self.max_pending_blocks = max(1, policy.max_pending_store_bytes // rank_block_bytes)
         # Both sides need the device's pool, which exists only after the manager: see bind_gpu_block_pool.
         self._store_side: StoreSide | None = None
         self._load_side: LoadSide | None = None
@@ -164,6 +173,9 @@ class SimpleCPUOffloadScheduler(ManagerViews):
                 self.max_steps_in_flight,
                 is_eager=not self.lazy_offload,
                 prompt_only=self.prompt_only,
+                store_threshold=self.policy.store_threshold,
+                max_tracker_size=self.policy.max_tracker_size,
+                max_pending_blocks=self.max_pending_blocks,
             ),
         )
         self._load_side = LoadSide(self.tier, gpu_block_pool, self.promises)
@@ -220,6 +232,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     ) -> None:
         """The request was admitted with so many of the promised tokens; called again with 0 later."""
         self.store_side.track(request)
+        self._tell_missed(request)
         if self.chain is not None:
             self.chain.forget_request(request.request_id)
         if num_external_tokens > 0:
@@ -227,6 +240,13 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             self.reporter.accepted(num_external_tokens)
         else:
             self.promises.withdraw(request.request_id)
+
+    def _tell_missed(self, request: Request) -> None:
+        """What an admitted request wants and the tiers lack; its own work after a preemption is no new demand."""
+        if not self.tier.queue.hears_misses or request.num_preemptions:
+            return
+        for tier in (self.tier,) if self.chain is None else (self.tier, self.chain.disk):
+            tier.missed(keys_between(self.store_side.stores, request, 0, request.num_tokens))
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -254,6 +274,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         """Plan what the policy wants copied in this step."""
         self.store_side.begin_step(scheduler_output)
         self.store_side.settle(scheduler_output.num_scheduled_tokens)
+        self.store_side.plan_preempted()
         if self.lazy_offload:
             self._plan_endangered()
         else:
@@ -269,7 +290,9 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         endangered = find_endangered(side.stores, max(0, self.target_free - side.num_pending_blocks))
         self.lazy_cursor_id = None if endangered.last is None else endangered.last.block_id
         limit = max(1, side.stores.device.get_num_free_blocks() // 2)
-        chosen = select_endangered(side.stores, endangered, limit)
+        side.count_unwanted(endangered)
+        chosen = select_endangered(side.stores, endangered, limit, side.max_new_blocks)
+        side.declines.cut_plans += chosen.was_cut and chosen.is_bounded
         # A lease gives its blocks back last first; the oldest must end up frontmost again.
         side.plan(chosen.candidates[::-1], None, to_front=True)
 
@@ -398,66 +421,6 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     @property
     def _mode(self) -> str:
         return "lazy" if self.lazy_offload else "eager"
-
-
-def geometry(
-    vllm_config: VllmConfig,
-    *,
-    num_blocks: int,
-    medium: str,
-    block_sizes: tuple[int, int],
-    allow_partial_hits: bool,
-) -> TierGeometry:
-    """The tier's numbers out of the public configuration, read once."""
-    parallel = vllm_config.parallel_config
-    events = vllm_config.kv_events_config
-    speculative = vllm_config.speculative_config
-    model = vllm_config.model_config
-    scheduler_block_size, hash_block_size = block_sizes
-    return TierGeometry(
-        num_blocks=num_blocks,
-        medium=medium,
-        scheduler_block_size=scheduler_block_size,
-        hash_block_size=hash_block_size,
-        # The tier never admits requests, so a length is only asked for form's sake.
-        max_model_len=(model.max_model_len if model is not None else None) or scheduler_block_size,
-        max_in_flight_tokens=vllm_config.max_in_flight_tokens,
-        use_eagle=speculative is not None and speculative.use_eagle_block_drop(),
-        dcp_world_size=parallel.decode_context_parallel_size,
-        pcp_world_size=parallel.prefill_context_parallel_size,
-        num_hash_lookahead_tokens=vllm_config.num_hash_lookahead_tokens,
-        allow_partial_hits=allow_partial_hits,
-        enable_events=events is not None and events.enable_kv_cache_events,
-    )
-
-
-def find_full_attention_group(kv_cache_config: KVCacheConfig, *, or_any: bool = False) -> int:
-    """The first cacheable group of full attention, with ``or_any`` else the first one; ``ValueError`` without one."""
-    group_ids = kv_cache_config.prefix_cacheable_group_ids
-    for group_id in group_ids:
-        if is_full_attention_spec(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec):
-            return group_id
-    if or_any and group_ids:
-        return group_ids[0]
-    raise ValueError("SimpleCPUOffloadConnector needs a prefix-cacheable group with full attention")
-
-
-def estimate_lazy_target_blocks(
-    kv_cache_config: KVCacheConfig, max_num_batched_tokens: int, cp_world_size: int = 1
-) -> int:
-    """Free blocks that should be covered by copies: what two steps may take from every cacheable group."""
-    blocks = 0
-    for group in kv_cache_config.prefix_cacheable_groups:
-        spec = group.kv_cache_spec
-        size = spec.block_size * (cp_world_size if spec.dcp_sharded else 1)
-        window = get_kv_cache_spec_sliding_window(spec)
-        if get_kv_cache_spec_kind(spec) is KVCacheSpecKind.MAMBA:
-            blocks += 2
-        elif window is not None:
-            blocks += cdiv(window, size) + 1
-        else:
-            blocks += cdiv(max_num_batched_tokens, size)
-    return 2 * blocks
 
 
 __all__ = [

@@ -11,6 +11,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.simple_kv_offload.policy_options import (
+    DEFAULT_POLICY,
+    POLICY_KEYS,
+    OffloadPolicy,
+    parse_policy,
+)
 
 logger = init_logger(__name__)
 
@@ -33,6 +39,7 @@ KNOWN_KEYS = (
     "disk_persist",
     "disk_wait_s",
     "transfer_timeout_s",
+    *POLICY_KEYS,
 )
 
 
@@ -59,6 +66,7 @@ class OffloadOptions:
     """Whether generated tokens are left out."""
     any_cacheable_group: bool = False
     """Whether a model without full attention is served too."""
+    policy: OffloadPolicy = DEFAULT_POLICY
 
     @property
     def is_disk(self) -> bool:
@@ -110,6 +118,7 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
         transfer_timeout_s=_seconds(extra, "transfer_timeout_s", DEFAULT_TRANSFER_TIMEOUT_S),
         disk_tier=disk_tier,
         disk_wait_s=_seconds(extra, "disk_wait_s", DEFAULT_DISK_WAIT_S),
+        policy=parse_policy(extra),
         disk_persist=disk_persist,
     )
 

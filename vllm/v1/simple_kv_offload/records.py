@@ -72,6 +72,19 @@ class Ledger:
 
 
 @dataclass(slots=True)
+class StoreDeclines:
+    """Blocks that got no copy, by reason, and store plans that were cut short by the bound on stores under way.
+
+    ``reuse``: not offered often enough; ``queue``: too many stores under way when the request ended; ``full``: no slot.
+    """
+
+    reuse: int = 0
+    queue: int = 0
+    full: int = 0
+    cut_plans: int = 0
+
+
+@dataclass(slots=True)
 class DiskCounts:
     """What went wrong with the disk: requests that waited in vain, failed reads, slots with wrong bytes."""
 

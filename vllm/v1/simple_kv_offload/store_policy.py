@@ -14,6 +14,7 @@ from itertools import islice
 from vllm.v1.core.block_hash import (
     BlockHashListWithBlockSize,
     BlockHashWithGroupId,
+    get_block_hash,
     get_group_id,
     make_block_hash_with_group_id,
 )
@@ -21,6 +22,8 @@ from vllm.v1.core.block_index import StoredBlockInfo, describe_tokens
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.admission import ReuseFilter
+from vllm.v1.simple_kv_offload.eviction import Victims
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import StagedKey
 
@@ -33,6 +36,11 @@ class Candidate:
 
     block: KVCacheBlock
     keys: tuple[StagedKey, ...]
+
+    @property
+    def key(self) -> BlockHashWithGroupId | None:
+        """The primary one."""
+        return self.keys[0].key if self.keys else None
 
 
 @dataclass
@@ -86,34 +94,47 @@ class StoreRequestState:
 class Selection:
     """Candidates chosen so far, and whether the tier has room for one more.
 
-    With ``is_spared``, room also ends at a slot that must not be evicted for this selection.
+    With ``is_spared``, room also ends at a slot that must not be evicted for this selection; ``max_blocks`` is what
+    may be added to the stores under way.
     """
 
-    __slots__ = ("_is_spared", "_tier", "_victim", "_victims", "candidates", "keys", "room")
+    __slots__ = ("_is_spared", "_tier", "_victims", "candidates", "is_bounded", "keys", "room", "was_cut")
 
-    def __init__(self, tier: Tier, is_spared: Callable[[KVCacheBlock], bool] | None = None) -> None:
-        self.room = tier.num_stageable
+    def __init__(
+        self,
+        tier: Tier,
+        is_spared: Callable[[KVCacheBlock], bool] | None = None,
+        max_blocks: int | None = None,
+    ) -> None:
+        stageable = tier.num_stageable
+        self.room = stageable if max_blocks is None else max(0, min(stageable, max_blocks))
+        self.is_bounded = self.room < stageable
+        """Whether it is ``max_blocks`` that limits the room, not the slots."""
+        self.was_cut = False
+        """Whether something wanted a place and found no room."""
         self.candidates: list[Candidate] = []
         self.keys: set[BlockHashWithGroupId] = set()
         self._tier = tier
         self._is_spared = is_spared
-        self._victims: Iterator[KVCacheBlock] | None = None
-        self._victim: KVCacheBlock | None = None
+        self._victims: Victims | None = None
 
     @property
     def has_room(self) -> bool:
-        """Whether one more candidate can be taken."""
-        if self.room <= 0 or self._is_spared is None:
-            return self.room > 0
-        victim = self.next_victim()
-        return victim is not None and not self._is_spared(victim)
+        """Whether one more candidate, which is there, can be taken."""
+        has_room = self.room > 0
+        if has_room and self._is_spared is not None:
+            victim = self.next_victim()
+            has_room = victim is not None and not self._is_spared(victim)
+        self.was_cut |= not has_room
+        return has_room
 
     def next_victim(self) -> KVCacheBlock | None:
         """The slot that one more candidate would get."""
         if self._victims is None:
-            self._victims = self._tier.victims_after(len(self.candidates))
-            self._victim = next(self._victims, None)
-        return self._victim
+            self._victims = self._tier.victims()
+            for candidate in self.candidates:
+                self._victims.take(candidate.key)
+        return self._victims.peek()
 
     def recheck_victims(self) -> None:
         """The tier's order of eviction has changed."""
@@ -125,7 +146,7 @@ class Selection:
         self.keys.update(staged.key for staged in candidate.keys)
         self.room -= 1
         if self._victims is not None:
-            self._victim = next(self._victims, None)
+            self._victims.take(candidate.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +161,18 @@ class Stores:
     prompt_only: bool = False
     """Whether only tokens of prompts are stored."""
 
+    reuse: ReuseFilter = field(default_factory=ReuseFilter)
+
+    def wanted_tokens(self, request: Request) -> int:
+        """Tokens from the request's start whose copies are wanted, complete or not."""
+        wanted = request.num_prompt_tokens if self.prompt_only else request.num_tokens
+        if self.reuse.is_on:
+            wanted = min(wanted, self.reuse.num_admitted(request) * self.hash_block_size)
+        return wanted
+
     def storable_tokens(self, request: Request) -> int:
         """Tokens from the request's start whose copies are wanted and whose bytes are known to be complete."""
-        confirmed = confirmed_tokens(request)
-        return min(confirmed, request.num_prompt_tokens) if self.prompt_only else confirmed
+        return min(confirmed_tokens(request), self.wanted_tokens(request))
 
     def is_copied(self, key: BlockHashWithGroupId) -> bool:
         """Whether the tier has this content or is about to."""
@@ -210,11 +239,13 @@ def expected_keys(stores: Stores, request: Request, group: int) -> Callable[[int
     return lambda index: make_block_hash_with_group_id(hashes[index], group)
 
 
-def num_full_blocks(stores: Stores, request: Request, group: int) -> int:
-    """Blocks of the group that are full, confirmed and hashed."""
+def num_full_blocks(stores: Stores, request: Request, group: int, num_tokens: int | None = None) -> int:
+    """Blocks of the group that are full, hashed, confirmed and wanted; or that are full within ``num_tokens``."""
     hashed = len(request.block_hashes) * stores.hash_block_size
+    if num_tokens is None:
+        num_tokens = stores.storable_tokens(request)
     # Blocks beyond the last position where a hit can end get their keys later; passing over them now would lose them.
-    cacheable = stores.tier.coordinator.get_num_cacheable_tokens(stores.storable_tokens(request), group)
+    cacheable = stores.tier.coordinator.get_num_cacheable_tokens(num_tokens, group)
     return min(cacheable, hashed) // stores.block_size(group)
 
 
@@ -308,6 +339,28 @@ def select_tail(
             chosen.add(stores.candidate(block, request))
 
 
+def select_idle(
+    stores: Stores, request: Request, num_tokens: int, groups: Iterable[int], chosen: Selection
+) -> None:
+    """What lies in the device's free list of the request's first ``num_tokens`` tokens, whoever computed it.
+
+    A block that somebody holds is that request's to store.
+    """
+    num_hashes = min(num_tokens, stores.wanted_tokens(request)) // stores.hash_block_size
+    for block_hash in request.block_hashes[:num_hashes]:
+        for group in groups:
+            key = make_block_hash_with_group_id(block_hash, group)
+            block = stores.device.cached_block_hash_to_block.get_one_block(key)
+            if block is None or block.ref_cnt > 0 or key in stores.unsettled:
+                continue
+            # A key that is no block's primary one comes along with that.
+            if key != block.block_hash or key in chosen.keys or stores.is_copied(key):
+                continue
+            if not chosen.has_room:
+                return
+            chosen.add(stores.candidate(block, request))
+
+
 @dataclass(frozen=True, slots=True)
 class Endangered:
     """The cached blocks among the next ones to be handed out, oldest first; ``last`` = the last block looked at."""
@@ -330,15 +383,21 @@ def find_endangered(stores: Stores, depth: int) -> Endangered:
     return Endangered(blocks, last)
 
 
-def select_endangered(stores: Stores, endangered: Endangered, limit: int) -> Selection:
-    """The lazy policy: endangered blocks without a copy, oldest first, at most ``limit``.
+def select_endangered(
+    stores: Stores, endangered: Endangered, limit: int, max_blocks: int | None = None
+) -> Selection:
+    """The lazy policy: endangered blocks without a copy that are worth one, oldest first, at most ``limit``.
 
     A copy never takes the slot of another endangered block: two of them would evict each other for
     ever. Their slots therefore become the youngest of the tier.
     """
-    uncopied = [(block, key) for block, key in endangered.blocks if not stores.is_copied(key)]
+    uncopied = [
+        (block, key)
+        for block, key in endangered.blocks
+        if not stores.is_copied(key) and stores.reuse.admits(get_block_hash(key))
+    ]
     keys = {key for _, key in endangered.blocks} if uncopied else set()
-    chosen = Selection(stores.tier, lambda slot: slot.block_hash in keys)
+    chosen = Selection(stores.tier, lambda slot: slot.block_hash in keys, max_blocks)
     chosen.room = min(chosen.room, limit)
     if uncopied:
         slots = [stores.tier.get(key) for _, key in endangered.blocks]

@@ -9,23 +9,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
-from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.core.block_hash import BlockHashWithGroupId, get_block_hash
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.admission import DEFAULT_MAX_TRACKER_SIZE, ReuseFilter
 from vllm.v1.simple_kv_offload.boundary import BoundaryStores, HandOff
 from vllm.v1.simple_kv_offload.patrol import HolePatrol
-from vllm.v1.simple_kv_offload.records import Ledger
+from vllm.v1.simple_kv_offload.records import Ledger, StoreDeclines
 from vllm.v1.simple_kv_offload.store_policy import (
     BlockTable,
     Candidate,
+    Endangered,
     Selection,
     StoreRequestState,
     Stores,
     confirmed_tokens,
     keys_between,
     num_full_blocks,
+    select_idle,
     select_new,
     select_tail,
     stable_groups,
@@ -45,6 +48,11 @@ class StoreSettings:
     is_eager: bool
     prompt_only: bool = False
     """Whether generated tokens are left out."""
+    store_threshold: int = 0
+    """How many requests must have had a block before it is stored."""
+    max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
+    max_pending_blocks: int | None = None
+    """Blocks of stores under way beyond which nothing is planned; None = as many as there are slots."""
 
 
 class StoreSide:
@@ -58,7 +66,13 @@ class StoreSide:
         self.in_flight: set[BlockHashWithGroupId] = set()
         self.unsettled: set[BlockHashWithGroupId] = set()
         self.stores = Stores(
-            device, tier, self.in_flight, self.unsettled, settings.hash_block_size, settings.prompt_only
+            device,
+            tier,
+            self.in_flight,
+            self.unsettled,
+            settings.hash_block_size,
+            settings.prompt_only,
+            ReuseFilter(settings.store_threshold, settings.max_tracker_size),
         )
         self.states: dict[str, StoreRequestState] = {}
         self.requests: dict[str, Request] = {}
@@ -67,14 +81,18 @@ class StoreSide:
         self.boundary = BoundaryStores()
         self.patrol = HolePatrol()
         self.ledger = Ledger()
+        self.declines = StoreDeclines()
         self._tier = tier
         self._settings = settings
         self._step = 0
         self._computing: dict[str, tuple[int, int]] = {}
         # Keys that ended or preempted requests left unsettled, with the step from which on they are settled.
         self._left_behind: list[tuple[int, set[BlockHashWithGroupId]]] = []
+        self._preempted: list[Request] = []
+        self._unwanted: set[int] = set()
         self._num_groups = len(tier.config.kv_cache_groups)
         self._stable = stable_groups(tier)
+        self._unstable = tuple(group for group in tier.group_ids if group not in self._stable)
 
     # -- tracking -----------------------------------------------------------------------------
 
@@ -94,10 +112,10 @@ class StoreSide:
         for _, keys in self._left_behind:
             self.unsettled |= keys
 
-    def _leave_behind(self, request: Request) -> None:
+    def _leave_behind(self, request: Request, num_confirmed: int) -> None:
         """The request lets go of its blocks; what its steps in flight were to compute stays unsettled with them."""
         start, end = self._computing.pop(request.request_id, (0, 0))
-        keys = set(keys_between(self.stores, request, max(start, confirmed_tokens(request)), end))
+        keys = set(keys_between(self.stores, request, max(start, num_confirmed), end))
         if keys:
             self._left_behind.append((self._step + self._settings.max_steps_in_flight, keys))
 
@@ -105,8 +123,10 @@ class StoreSide:
         """Follow the block tables of the step; a preempted request starts over."""
         self._step += 1
         for req_id in sorted(output.preempted_req_ids or ()):
-            if req_id in self.requests:
-                self._leave_behind(self.requests[req_id])
+            request = self.requests.get(req_id)
+            if request is not None:
+                self._leave_behind(request, request.num_tokens_at_preemption)
+                self._preempted.append(request)
             if req_id in self.states:
                 self.states[req_id].replace_table(())
         for req_id, block_ids, is_full_table in yield_req_data(output):
@@ -131,6 +151,9 @@ class StoreSide:
 
     def plan_step(self, output: SchedulerOutput) -> None:
         """Plan the confirmed blocks of the scheduled requests and the state hand-offs of the step."""
+        for req_id in output.num_scheduled_tokens:
+            if req_id in self.states:
+                self._offer(self.states[req_id].request)
         block_state = output.kv_connector_block_state
         hand_offs = dict(block_state.boundary_state_offloads) if block_state is not None else {}
         preempted = output.preempted_req_ids or set()
@@ -151,6 +174,40 @@ class StoreSide:
         for left in hand_offs.values():
             self.boundary.drop(left)
 
+    def plan_preempted(self) -> None:
+        """Before anything else in the step: what preempted requests computed and no tier has.
+
+        At most half of the device's free blocks, which the scheduler has just made room with.
+        """
+        preempted, self._preempted = self._preempted, []
+        for request in preempted:
+            chosen = self.new_selection(self.states.get(request.request_id))
+            chosen.room = min(chosen.room, self.stores.device.get_num_free_blocks() // 2)
+            # The request will want all of that again.
+            num_tokens = request.num_tokens_at_preemption
+            select_idle(self.stores, request, num_tokens, self._tier.group_ids, chosen)
+            self.plan(chosen.candidates, request.request_id)
+
+    def count_unwanted(self, endangered: Endangered) -> None:
+        """Count the endangered blocks that were not offered often enough, each once while it stays endangered."""
+        stores = self.stores
+        if not stores.reuse.is_on:
+            return
+        unwanted = {
+            block.block_id
+            for block, key in endangered.blocks
+            if not (stores.reuse.admits(get_block_hash(key)) or stores.is_copied(key))
+        }
+        self.declines.reuse += len(unwanted - self._unwanted)
+        self._unwanted = unwanted
+
+    def _offer(self, request: Request, num_tokens: int = 0) -> None:
+        """The request has what is confirmed of it, and will have ``num_tokens`` when the step is over."""
+        reuse = self.stores.reuse
+        if reuse.is_on:
+            tokens = max(num_tokens, confirmed_tokens(request))
+            reuse.offer(request, tokens // self.stores.hash_block_size)
+
     def _has_new_blocks(self, state: StoreRequestState) -> bool:
         """Whether some cursor may move in this step."""
         return any(
@@ -163,6 +220,7 @@ class StoreSide:
     ) -> None:
         chosen = self.new_selection(state)
         if hand_offs:
+            self._offer(state.request, max(num_tokens for _, _, num_tokens in hand_offs))
             self.boundary.select(self.stores, hand_offs, state, chosen)
         if table:
             advance = select_new(self.stores, state, table, self._stable, chosen)
@@ -171,11 +229,22 @@ class StoreSide:
             ]
             if patrol:
                 self.patrol.select_holes(self.stores, state, table, self._stable, chosen)
+        self.declines.cut_plans += chosen.was_cut and chosen.is_bounded
         self.plan(chosen.candidates, state.request.request_id)
 
-    def new_selection(self, state: StoreRequestState) -> Selection:
+    def new_selection(self, state: StoreRequestState | None) -> Selection:
         """An empty selection with the present room; a request never evicts what it counts on itself."""
-        return Selection(self._tier, lambda slot: self.patrol.counts_on(state, slot))
+        return Selection(
+            self._tier,
+            None if state is None else lambda slot: self.patrol.counts_on(state, slot),
+            self.max_new_blocks,
+        )
+
+    @property
+    def max_new_blocks(self) -> int | None:
+        """How many blocks may be planned beside the stores under way; None = any number."""
+        limit = self._settings.max_pending_blocks
+        return None if limit is None else max(0, limit - self.ledger.in_flight)
 
     def plan(
         self, candidates: Sequence[Candidate], request_id: str | None, *, to_front: bool = False
@@ -185,12 +254,14 @@ class StoreSide:
             return
         owner = f"store of {request_id}" if request_id is not None else "lazy store"
         device = Lease(self.stores.device, [candidate.block for candidate in candidates], owner)
-        slots = Lease.adopt(self._tier.pool, self._tier.stage(len(candidates)), owner)
         keys = [candidate.keys for candidate in candidates]
+        # What goes back to the front is given last first.
+        staged = self._tier.stage_for(keys, backwards=to_front)
+        slots = Lease.adopt(self._tier.pool, staged, owner)
         self.planned.append(
             Transfer(owner, device, slots, keys, request_id=request_id, device_to_front=to_front)
         )
-        self.in_flight.update(staged.key for staged_keys in keys for staged in staged_keys)
+        self.in_flight.update(entry.key for entries in keys for entry in entries)
         self.ledger.scheduled += len(candidates)
 
     def submit(self) -> tuple[int, list[Transfer]] | None:
@@ -210,16 +281,35 @@ class StoreSide:
     def finish_request(self, request: Request, block_ids: BlockTable) -> None:
         """The request ends well: plan what is confirmed and not stored yet, while its blocks are still held."""
         state = self.states.get(request.request_id)
+        self._offer(request)
         if state is not None:
-            self._leave_behind(request)
+            self._leave_behind(request, confirmed_tokens(request))
             self.settle({})
             chosen = self.new_selection(state)
             if len(block_ids) == self._num_groups and any(block_ids):
                 advance = select_new(self.stores, state, block_ids, self._stable, chosen)
                 ends = [cursor + step for cursor, step in zip(state.num_stored_blocks, advance, strict=True)]
                 select_tail(self.stores, state, block_ids, self._positional_ends(ends), chosen)
+                if self.stores.reuse.is_on:
+                    # States that it has found here were handed over when they were not wanted yet.
+                    select_idle(self.stores, request, request.num_tokens, self._unstable, chosen)
+                self._count_left_out(request, ends, chosen)
             self.plan(chosen.candidates, request.request_id)
         self.forget_request(request.request_id)
+
+    def _count_left_out(self, request: Request, ends: Sequence[int], chosen: Selection) -> None:
+        """The request ends, its cursors at ``ends``: what they have not reached gets no copy from it."""
+        confirmed = confirmed_tokens(request)
+        if self.stores.prompt_only:
+            confirmed = min(confirmed, request.num_prompt_tokens)
+        for group in self._stable:
+            wanted = num_full_blocks(self.stores, request, group)
+            if self.stores.reuse.is_on:
+                self.declines.reuse += num_full_blocks(self.stores, request, group, confirmed) - wanted
+            if chosen.was_cut and chosen.is_bounded:
+                self.declines.queue += max(0, wanted - ends[group])
+            elif chosen.was_cut:
+                self.declines.full += max(0, wanted - ends[group])
 
     def fail_request(self, request: Request) -> list[BlockHashWithGroupId]:
         """The request ends in an error: what it has read or written is not to be trusted, whoever stored it.
@@ -245,7 +335,8 @@ class StoreSide:
         """Drop everything tracked of a request. Its stores in flight go on."""
         request = self.requests.pop(request_id, None)
         if request is not None:
-            self._leave_behind(request)
+            self._leave_behind(request, confirmed_tokens(request))
+        self.stores.reuse.forget_request(request_id)
         state = self.states.pop(request_id, None)
         if state is not None:
             state.finished = True

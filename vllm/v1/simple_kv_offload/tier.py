@@ -17,6 +17,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.simple_kv_offload.eviction import (
+    DEFAULT_EVICTION_POLICY,
+    EvictionQueue,
+    Victims,
+    eviction_queue,
+)
 from vllm.v1.simple_kv_offload.transfer import StagedKey
 
 
@@ -36,6 +42,7 @@ class TierGeometry:
     num_hash_lookahead_tokens: int
     allow_partial_hits: bool
     enable_events: bool
+    eviction_policy: str = DEFAULT_EVICTION_POLICY
 
 
 class Tier:
@@ -55,6 +62,7 @@ class Tier:
             enable_kv_cache_events=geometry.enable_events,
             num_hash_lookahead_tokens=geometry.num_hash_lookahead_tokens,
             medium=geometry.medium,
+            make_free_queue=eviction_queue(geometry.eviction_policy),
         )
         self.geometry = geometry
         self.coordinator = self.make_coordinator(self.pool)
@@ -117,6 +125,26 @@ class Tier:
         """A findable slot with this key."""
         return self.pool.cached_block_hash_to_block.get_one_block(key)
 
+    @property
+    def queue(self) -> EvictionQueue:
+        """The free slots in the order of the eviction policy."""
+        queue = self.pool.free_block_queue
+        assert isinstance(queue, EvictionQueue)
+        return queue
+
+    def victims(self) -> Victims:
+        """A look ahead at the slots that `stage` would take."""
+        return self.queue.victims()
+
+    def missed(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """A request wants content of these keys; what the tier does not have of it may change what it evicts."""
+        if self.queue.hears_misses:
+            self.queue.missed(key for key in keys if not self.contains(key))
+
+    def used(self, slots: Iterable[KVCacheBlock]) -> None:
+        """A request reads these slots."""
+        self.queue.used(slots)
+
     def victims_after(self, count: int) -> Iterator[KVCacheBlock]:
         """The slots that `stage` would take after ``count`` others. The free list must not change meanwhile."""
         return islice(self.pool.free_block_queue.iter_blocks_after(None), count, None)
@@ -126,8 +154,23 @@ class Tier:
         self.pool.touch(slots)
         self.pool.free_blocks(slots)
 
-    def stage(self, count: int) -> list[KVCacheBlock]:
-        """Take ``count`` slots, each with one reference for the caller. ``ValueError`` if there are fewer."""
+    def stage_for(
+        self, contents: Sequence[Sequence[StagedKey]], *, backwards: bool = False
+    ) -> list[KVCacheBlock]:
+        """A slot for each of these contents; ``backwards``: they were chosen from the last one to the first."""
+        keys = [staged[0].key if staged else None for staged in contents]
+        if not backwards:
+            return self.stage(len(keys), keys)
+        return self.stage(len(keys), keys[::-1])[::-1]
+
+    def stage(
+        self, count: int, keys: Sequence[BlockHashWithGroupId | None] | None = None
+    ) -> list[KVCacheBlock]:
+        """Take ``count`` slots, each with one reference for the caller. ``ValueError`` if there are fewer.
+
+        ``keys``: what they are to hold, one for each.
+        """
+        self.queue.incoming(keys or (None,) * count)
         slots = self.pool.get_new_blocks(count)
         self._note_change(slot.block_id for slot in slots)
         return slots
@@ -155,7 +198,9 @@ class Tier:
         """Make everything unfindable at once (`BlockPool.epoch` rises); returns how many slots are still held."""
         if self.changed is not None:
             self.changed.clear()
-        return self.pool.invalidate_prefix_cache()
+        held = self.pool.invalidate_prefix_cache()
+        self.queue.clear()
+        return held
 
     def restore(self, slot: int, keys: Iterable[StagedKey]) -> None:
         """Make a free slot findable that held this content all along; it counts as just used."""

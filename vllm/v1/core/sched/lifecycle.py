@@ -445,6 +445,7 @@ class RequestLifecycle(SchedulerInterface):
         self._inflight_prefills.discard(request)
         request.num_stale_output_tokens = num_stale
         request.drop_stale_output = drop_stale
+        request.num_tokens_at_preemption = request.num_computed_tokens
         request.num_computed_tokens = request.num_hash_offered_tokens = 0
         request.replay_start = 0
         request.is_prefill_chunk = False

@@ -278,6 +278,7 @@ def _make_manager(
         aligned_num_cpu_blocks=vllm_config.cache_config.simple_cpu_offload_num_blocks,
         disk_tier_bytes=options.disk_capacity_bytes if options.disk_tier else 0,
         disk_wait_s=options.disk_wait_s,
+        policy=options.policy,
         disk_persist=options.disk_persist,
         prompt_only=options.prompt_only,
         any_cacheable_group=options.any_cacheable_group,
