@@ -98,7 +98,7 @@ def _parameters(path: str) -> list[inspect.Parameter]:
     call: Callable[..., object] = found
     parameters = list(inspect.signature(call).parameters.values())
     holder = path.rpartition(".")[0] if "." in path.partition(":")[2] else ""
-    if holder and inspect.isfunction(found):
+    if holder and (inspect.isfunction(found) or inspect.ismethoddescriptor(found)):
         owner = find(holder)
         raw = inspect.getattr_static(owner, path.rpartition(".")[2])
         if isinstance(owner, type) and not isinstance(raw, staticmethod):

@@ -11,7 +11,8 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
-from vllm.utils.hashing import HashFn, sha256
+from vllm.utils.hashing import HashFn, sha256, sha256_cbor
+from vllm.utils.native_core import native_core
 from vllm.v1.core.block_hash import BlockHash, ExtraKeys, none_hash
 from vllm.v1.utils import tensor_data
 
@@ -225,6 +226,10 @@ def _hash_plain_chain(
     hash_fn: HashFn, parent: BlockHash, tokens: Sequence[int], block_size: int
 ) -> list[BlockHash]:
     """The hashes of consecutive blocks without extra keys."""
+    if native_core is not None and hash_fn in (sha256, sha256_cbor):
+        native = native_core.hash_chain(parent, tokens, block_size, hash_fn is sha256_cbor)
+        if native is not None:  # None: some token is not a plain non-negative 31-bit number
+            return cast(list[BlockHash], native)
     blocks = zip(*[iter(tokens)] * block_size, strict=False)
     if hash_fn is sha256:
         return _sha256_chain(parent, blocks)

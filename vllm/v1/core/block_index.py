@@ -6,7 +6,7 @@ not know references, the free list or which blocks a request holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +32,7 @@ from vllm.v1.core.block_hasher import (
     generate_block_hash_extra_keys,
     to_event_extra_keys,
 )
+from vllm.v1.core.block_ops import IndexEntries, Tally, forget_block
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
 
@@ -44,7 +45,7 @@ class BlockHashToBlockMap:
     __slots__ = ("_cache",)
 
     def __init__(self) -> None:
-        self._cache: dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        self._cache: IndexEntries = {}
 
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """Any block with this content, the longest registered one first; None if there is none."""
@@ -84,20 +85,7 @@ class BlockHashToBlockMap:
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
         """Remove one block from `key` and return it; None, and no change, if it is not there."""
-        entry = self._cache.get(key)
-        if entry is None:
-            return None
-        if not isinstance(entry, dict):
-            if entry.block_id != block_id:
-                return None
-            del self._cache[key]
-            return entry
-        block = entry.pop(block_id, None)
-        if len(entry) == 1:
-            self._cache[key] = next(iter(entry.values()))
-        elif not entry:
-            del self._cache[key]
-        return block
+        return forget_block(self._cache, key, block_id)
 
     def clear(self) -> None:
         """Forget every entry."""
@@ -169,25 +157,32 @@ class BlockIndex:
         "_locality",
         "_lookahead",
         "_medium",
+        "_num_keyed",
         "events",
         "events_enabled",
         "map",
-        "num_blocks",
         "secondary",
+        "tally",
     )
 
     def __init__(self, enable_events: bool, medium: str, num_hash_lookahead_tokens: int) -> None:
         self.map = BlockHashToBlockMap()
         self.secondary: dict[int, dict[BlockHashWithGroupId, int | None]] = {}
         """Block id → keys beyond the primary one → prefix tokens each covers."""
-        self.num_blocks = 0
-        """Blocks that have a key."""
+        self.tally = Tally()
+        """Counts the blocks that lost their keys in an allocation."""
+        self._num_keyed = 0  # blocks given a key less those that lost it otherwise
         self.events: list[AnyKVCacheEvent] = []
         self.events_enabled = enable_events
         self._infos: dict[tuple[int, BlockHashWithGroupId], StoredBlockInfo] = {}
         self._medium = medium
         self._locality: Literal["LOCAL"] | None = None if medium == MEDIUM_GPU else LOCALITY_LOCAL
         self._lookahead = num_hash_lookahead_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that have a key."""
+        return self._num_keyed - self.tally.evicted
 
     def keys_of(self, block: KVCacheBlock) -> tuple[tuple[BlockHashWithGroupId, int | None], ...]:
         """All keys of the block with the prefix tokens each covers, the primary one first."""
@@ -205,52 +200,27 @@ class BlockIndex:
         if block.block_hash is None:
             block.block_hash = key
             block.block_hash_num_tokens = num_tokens
-            self.num_blocks += 1
+            self._num_keyed += 1
         elif block.block_hash != key:
             self.secondary.setdefault(block.block_id, {})[key] = num_tokens
         self.map.insert(key, block)
 
-    def drop(self, block: KVCacheBlock) -> bool:
-        """Take all keys from `block`, reporting each; True if it was registered."""
+    def drop(self, block: KVCacheBlock, *, report: bool = True) -> bool:
+        """Take all keys from `block`, reporting each unless consumers never heard of them; True if it was registered."""
         key = block.block_hash
         if key is None:
             return False
         found = self.map.pop(key, block.block_id) is not None
         block.reset_hash()
-        self.num_blocks -= 1
+        self._num_keyed -= 1
         keys = (key, *self.secondary.pop(block.block_id, ()))
         for other in keys[1:]:
             self.map.pop(other, block.block_id)
-        if self.events_enabled:
+        if self.events_enabled and report:
             for gone in keys:
                 self._infos.pop((block.block_id, gone), None)
                 self._report_removed(gone)
         return found
-
-    def drop_all(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """`drop` for each of the blocks, in the shortest way: this is what an allocation from a full cache costs.
-
-        Returns how many of them had a key.
-        """
-        before = self.num_blocks
-        if self.events_enabled or self.secondary:
-            for block in blocks:
-                self.drop(block)
-            return before - self.num_blocks
-        pop = self.map._cache.pop
-        num_dropped = 0
-        for block in blocks:
-            key = block.block_hash
-            if key is None:
-                continue
-            num_dropped += 1
-            block.block_hash = block.block_hash_num_tokens = None
-            entry = pop(key, None)
-            if entry is not block and entry is not None:  # others hold the same content
-                self.map._cache[key] = entry
-                self.map.pop(key, block.block_id)
-        self.num_blocks = before - num_dropped
-        return num_dropped
 
     def move(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
         """Repoint the keys of `source` to `target`, which has none. Content stays reachable, so no event."""
@@ -258,7 +228,7 @@ class BlockIndex:
         keys = self.keys_of(source)
         self.secondary.pop(source.block_id, None)
         source.reset_hash()
-        self.num_blocks -= bool(keys)
+        self._num_keyed -= bool(keys)
         for key, num_tokens in keys:
             self.map.pop(key, source.block_id)
             self.add(key, target, num_tokens)
@@ -274,7 +244,7 @@ class BlockIndex:
         self.map.clear()
         self.secondary.clear()
         self._infos.clear()
-        self.num_blocks = 0
+        self._num_keyed = self.tally.evicted
         if self.events_enabled:
             # The device tier keeps the bare form that consumers have always known.
             self.events.append(AllBlocksCleared(medium=None if self._medium == MEDIUM_GPU else self._medium))

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from vllm.distributed.kv_event_types import MEDIUM_GPU, AnyKVCacheEvent
 from vllm.logger import init_logger
-from vllm.utils.checks import InvariantError, check
+from vllm.utils.checks import check
 from vllm.v1.core.block_hash import (
     BlockHash,
     BlockHashWithGroupId,
@@ -20,8 +20,9 @@ from vllm.v1.core.block_hash import (
 )
 from vllm.v1.core.block_hasher import HashableRequest
 from vllm.v1.core.block_index import BlockHashToBlockMap, BlockIndex, StoredBlockInfo
+from vllm.v1.core.block_ops import operations_for, release, release_elsewhere, touch_elsewhere
 from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue, FreeQueue
-from vllm.v1.core.kv_cache_block import KVCacheBlock
+from vllm.v1.core.kv_cache_block import KVCacheBlock, make_blocks
 
 logger = init_logger(__name__)
 
@@ -80,16 +81,25 @@ class BlockPool:
         self.medium = medium
         self.epoch = 0
         """How often the whole index was dropped; content read before a change must not be committed after it."""
-        self.blocks = [KVCacheBlock(i, pool=self) for i in range(num_gpu_blocks)]
+        self.blocks = make_blocks(num_gpu_blocks, self)
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.free_block_queue = make_free_queue(self.blocks[1:])
+        self._take, self._touch = operations_for(self.free_block_queue)
         self.index = BlockIndex(enable_kv_cache_events, medium, num_hash_lookahead_tokens)
-        self.num_evicted = 0
-        """Cached blocks that were handed out for new content so far."""
+        self._num_evicted = 0  # besides those that the index tallies
         self.leases: dict[int, BlockHold] = {}
         """Live leases on this pool, kept by the leases themselves; a recount needs them."""
         self._on_reuse: dict[int, Callable[[KVCacheBlock], None]] = {}
+
+    @property
+    def num_evicted(self) -> int:
+        """Cached blocks that were handed out for new content so far."""
+        return self._num_evicted + self.index.tally.evicted
+
+    @num_evicted.setter
+    def num_evicted(self, value: int) -> None:
+        self._num_evicted = value - self.index.tally.evicted
 
     # Lookup
 
@@ -138,22 +148,33 @@ class BlockPool:
 
         ValueError, and no change, if there are fewer. Cached content of the taken blocks is evicted.
         """
+        index = self.index
         try:
-            taken = self.free_block_queue.popleft_n(num_blocks)
+            if self.metrics_collector is None and not index.events_enabled and not index.secondary:
+                taken = self._take(self.free_block_queue, index.map._cache, index.tally, num_blocks)
+            else:
+                taken = self._take_observed(num_blocks)
         except ValueError:
             free = self.free_block_queue.num_free_blocks
             raise ValueError(f"Cannot get {num_blocks} free blocks from the pool, {free} are free") from None
-        collector = self.metrics_collector
-        if collector is not None:
-            for block in taken:
-                if block.block_hash is not None:
-                    collector.on_block_evicted(block)
-                collector.on_block_allocated(block)
-        self.num_evicted += self.index.drop_all(taken)
-        for block in taken:
-            block.ref_cnt = 1
         if self._on_reuse:
             self._report_reuse(taken)
+        return taken
+
+    def _take_observed(self, num_blocks: int) -> list[KVCacheBlock]:
+        """As `take`, one block after the other: somebody is told of each, or blocks have further keys."""
+        taken = self.free_block_queue.popleft_n(num_blocks)
+        collector = self.metrics_collector
+        for block in taken:
+            cached = block.block_hash is not None
+            if collector is not None:
+                if cached:
+                    collector.on_block_evicted(block)
+                collector.on_block_allocated(block)
+            if cached:
+                self.index.drop(block)
+                self._num_evicted += 1
+            block.ref_cnt = 1
         return taken
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -161,19 +182,9 @@ class BlockPool:
 
         Null blocks are skipped, blocks of another pool are touched in that pool.
         """
-        remove = self.free_block_queue.remove
-        for block in blocks:
-            if block.ref_cnt and block.pool is self:
-                block.ref_cnt += 1
-            elif block.is_null:
-                continue
-            elif block.pool is self:
-                remove(block)
-                block.ref_cnt = 1
-            elif block.pool is None:  # a record made outside any pool
-                block.ref_cnt += 1
-            else:
-                block.pool.touch((block,))
+        foreign = self._touch(self, self.free_block_queue, blocks)
+        if foreign is not None:
+            touch_elsewhere(foreign)
         if self.metrics_collector is not None:
             for block in blocks:
                 self.metrics_collector.on_block_accessed(block)
@@ -184,13 +195,9 @@ class BlockPool:
         Blocks nobody holds any more join the free queue: those without a hash at the front (they can never be hit),
         cached ones at the tail. Null blocks are skipped, blocks of another pool go to that pool.
         """
-        hashed: list[KVCacheBlock] = []
-        unhashed: list[KVCacheBlock] = []
-        for block in self._release(ordered_blocks):
-            if block.block_hash is None:
-                unhashed.append(block)
-            else:
-                hashed.append(block)
+        idle = self._release(ordered_blocks)
+        hashed = [block for block in idle if block.block_hash is not None]
+        unhashed = [block for block in idle if block.block_hash is None] if len(hashed) < len(idle) else None
         if hashed:
             self.free_block_queue.append_n(hashed)
         if unhashed:
@@ -387,36 +394,10 @@ class BlockPool:
     def _release(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
         """Drop a reference of each; returns this pool's blocks that nobody holds now, and forwards foreign ones."""
         idle: list[KVCacheBlock] = []
-        foreign: list[KVCacheBlock] = []
-        for block in blocks:
-            if block.is_null:
-                continue
-            if block.pool is not self:
-                foreign.append(block)
-                continue
-            ref_cnt = block.ref_cnt - 1
-            if ref_cnt < 0:
-                raise InvariantError(f"block {block.block_id} is freed but nobody holds it")
-            block.ref_cnt = ref_cnt
-            if ref_cnt == 0:
-                idle.append(block)
-        if foreign:
-            self._release_elsewhere(foreign)
+        foreign = release(self, blocks, idle)
+        if foreign is not None:
+            release_elsewhere(foreign)
         return idle
-
-    @staticmethod
-    def _release_elsewhere(blocks: Sequence[KVCacheBlock]) -> None:
-        """Return blocks to their own pools, in order."""
-        by_pool: dict[int, list[KVCacheBlock]] = {}
-        for block in blocks:
-            if block.pool is None:  # a record made outside any pool: nothing to return it to
-                block.ref_cnt -= 1
-            else:
-                by_pool.setdefault(id(block.pool), []).append(block)
-        for own in by_pool.values():
-            owner = own[0].pool
-            assert owner is not None
-            owner.free_blocks(own)
 
     def _report_reuse(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:

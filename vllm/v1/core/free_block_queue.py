@@ -6,8 +6,9 @@ Owns the links inside the block records. It must not know hashes, references or 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from vllm.utils.native_core import native_core
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
 
@@ -31,21 +32,17 @@ class FreeQueue(Protocol):
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]: ...
 
 
-class FreeKVCacheBlockQueue:
-    """Doubly linked through the blocks themselves: every operation is O(1) per block and allocates no nodes.
-
-    `fake_free_list_head` and `fake_free_list_tail` are sentinels with id -1, so that no operation has a special
-    case at the ends. A block is queued if and only if its links are set.
-    """
+class PythonLinkedQueue:
+    """The operations on the links; the native queue has the same. A block is queued if and only if its links are set."""
 
     __slots__ = ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks")
 
-    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def __init__(self, head: KVCacheBlock, tail: KVCacheBlock, blocks: Sequence[KVCacheBlock]) -> None:
         self.num_free_blocks = 0
-        self.fake_free_list_head = KVCacheBlock(block_id=-1)
-        self.fake_free_list_tail = KVCacheBlock(block_id=-1)
-        self.fake_free_list_head.next_free_block = self.fake_free_list_tail
-        self.fake_free_list_tail.prev_free_block = self.fake_free_list_head
+        self.fake_free_list_head = head
+        self.fake_free_list_tail = tail
+        head.next_free_block = tail
+        tail.prev_free_block = head
         self.append_n(blocks)
 
     def popleft(self) -> KVCacheBlock:
@@ -95,15 +92,6 @@ class FreeKVCacheBlockQueue:
         """Put `blocks` at the front, in order: the first of them is handed out next."""
         self.insert_n_after(self.fake_free_list_head, blocks)
 
-    def put_back(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put `blocks` at the front, in order, but behind blocks there without a hash: reusing those costs nothing."""
-        cursor = self.fake_free_list_head
-        for block in self.iter_blocks_after(None):
-            if block.block_hash is not None:
-                break
-            cursor = block
-        self.insert_n_after(cursor, blocks)
-
     def insert_n_after(self, cursor: KVCacheBlock, blocks: Sequence[KVCacheBlock]) -> None:
         """Put `blocks` behind `cursor`, a queued block or the head sentinel, in order.
 
@@ -124,7 +112,41 @@ class FreeKVCacheBlockQueue:
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """All queued blocks from front to tail. Walks the whole queue."""
-        return list(self.iter_blocks_after(None))
+        blocks: list[KVCacheBlock] = []
+        tail = self.fake_free_list_tail
+        block = self.fake_free_list_head.next_free_block
+        while block is not None and block is not tail:
+            blocks.append(block)
+            block = block.next_free_block
+        return blocks
+
+
+if TYPE_CHECKING:
+    LinkedQueue = PythonLinkedQueue
+else:
+    LinkedQueue = PythonLinkedQueue if native_core is None else native_core.FreeQueue
+
+
+class FreeKVCacheBlockQueue(LinkedQueue):
+    """Doubly linked through the blocks themselves: every operation is O(1) per block and allocates no nodes.
+
+    `fake_free_list_head` and `fake_free_list_tail` are sentinels with id -1, so that no operation has a special
+    case at the ends.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().__init__(KVCacheBlock(block_id=-1), KVCacheBlock(block_id=-1), blocks)
+
+    def put_back(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put `blocks` at the front, in order, but behind blocks there without a hash: reusing those costs nothing."""
+        cursor = self.fake_free_list_head
+        for block in self.iter_blocks_after(None):
+            if block.block_hash is not None:
+                break
+            cursor = block
+        self.insert_n_after(cursor, blocks)
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         """Queued blocks behind `cursor` (from the front if None), in eviction order.
@@ -138,3 +160,11 @@ class FreeKVCacheBlockQueue:
         while block is not None and block is not tail:
             yield block
             block = block.next_free_block
+
+
+def is_plain(queue: FreeQueue) -> bool:
+    """Whether blocks are taken and removed as `FreeKVCacheBlockQueue` does: by its links alone."""
+    plain: object = FreeKVCacheBlockQueue  # an object: the methods are compared, not typed
+    return isinstance(queue, FreeKVCacheBlockQueue) and all(
+        getattr(type(queue), name) is getattr(plain, name) for name in ("popleft_n", "remove")
+    )

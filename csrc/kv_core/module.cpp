@@ -1,0 +1,52 @@
+// The module vllm._kv_core.
+#include "records.h"
+
+namespace kv_core {
+
+PyObject* invariant_error = nullptr;
+
+bool wrong_count(const char* name, Py_ssize_t count, Py_ssize_t wanted) {
+  if (count == wanted) return false;
+  PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, count);
+  return true;
+}
+
+namespace {
+
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+}
+
+PyMethodDef functions[] = {
+    {"make_blocks", fast(make_blocks), METH_FASTCALL, nullptr},
+    {"take", fast(take), METH_FASTCALL, nullptr},
+    {"touch", fast(touch), METH_FASTCALL, nullptr},
+    {"release", fast(release), METH_FASTCALL, nullptr},
+    {"hash_chain", fast(hash_chain), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "vllm._kv_core", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+bool find_invariant_error() {
+  PyObject* checks = PyImport_ImportModule("vllm.utils.checks");
+  if (checks == nullptr) return false;
+  invariant_error = PyObject_GetAttrString(checks, "InvariantError");
+  Py_DECREF(checks);
+  return invariant_error != nullptr;
+}
+
+}  // namespace
+
+}  // namespace kv_core
+
+PyMODINIT_FUNC PyInit__kv_core() {
+  PyObject* module = PyModule_Create(&kv_core::definition);
+  if (module == nullptr) return nullptr;
+  if (kv_core::find_invariant_error() && kv_core::add_block_type(module) && kv_core::add_queue_type(module) &&
+      kv_core::add_tally_type(module)) {
+    return module;
+  }
+  Py_DECREF(module);
+  return nullptr;
+}

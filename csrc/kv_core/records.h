@@ -1,0 +1,107 @@
+// The records of the KV core as C structs: blocks and the list of free ones. Python's limited API only, so that one
+// library serves every Python version. The Python classes of the same names are the reference; see README.md.
+#pragma once
+
+#define Py_LIMITED_API 0x030b0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <cstdint>
+
+namespace kv_core {
+
+constexpr uint32_t kNoTokens = UINT32_MAX;
+
+// One block. 64 bytes, and not tracked by the garbage collector: `owner` is a weak reference wherever the pool allows
+// one, and links are taken apart by whoever takes a block from the list or by the list itself when it goes.
+struct Block {
+  PyObject ob_base;
+  PyObject* hash;   // bytes, or null
+  Block* previous;  // strong, both links or none while queued
+  Block* next;
+  PyObject* owner;  // weak reference to the pool, the pool itself where it allows none, or null
+  int32_t id;
+  int32_t references;
+  uint32_t num_tokens;  // kNoTokens: none
+  char is_null;
+};
+
+struct Queue {
+  PyObject ob_base;
+  Block* head;
+  Block* tail;
+  Py_ssize_t size;
+};
+
+struct Tally {
+  PyObject ob_base;
+  Py_ssize_t evicted;
+};
+
+extern PyTypeObject* block_type;
+extern PyTypeObject* tally_type;
+extern PyTypeObject* queue_type;
+extern PyObject* invariant_error;
+
+inline Block* as_block(PyObject* object) {
+  if (Py_TYPE(object) == block_type) return reinterpret_cast<Block*>(object);
+  PyErr_SetString(PyExc_TypeError, "a native block is needed");
+  return nullptr;
+}
+
+inline PyObject* as_object(Block* block) { return reinterpret_cast<PyObject*>(block); }
+
+// `target = value` for a strong reference.
+template <typename T>
+inline void assign(T*& target, T* value) {
+  Py_XINCREF(reinterpret_cast<PyObject*>(value));
+  T* old = target;
+  target = value;
+  Py_XDECREF(reinterpret_cast<PyObject*>(old));
+}
+
+// Any sequence as a list or a tuple whose items can be borrowed.
+class Items {
+ public:
+  explicit Items(PyObject* object) {
+    if (PyList_Check(object) || PyTuple_Check(object)) {
+      Py_INCREF(object);
+      owned_ = object;
+    } else {
+      owned_ = PySequence_List(object);
+    }
+    is_list_ = owned_ != nullptr && PyList_Check(owned_);
+  }
+  ~Items() { Py_XDECREF(owned_); }
+  Items(const Items&) = delete;
+  Items& operator=(const Items&) = delete;
+  bool ok() const { return owned_ != nullptr; }
+  Py_ssize_t size() const { return is_list_ ? PyList_Size(owned_) : PyTuple_Size(owned_); }
+  // Borrowed. Nothing that runs Python code may happen while it is used.
+  PyObject* operator[](Py_ssize_t i) const {
+    return is_list_ ? PyList_GetItem(owned_, i) : PyTuple_GetItem(owned_, i);
+  }
+
+ private:
+  PyObject* owned_ = nullptr;
+  bool is_list_ = false;
+};
+
+bool add_block_type(PyObject* module);
+bool add_queue_type(PyObject* module);
+bool add_tally_type(PyObject* module);
+// Takes a queued block out; false with RuntimeError if it is not queued.
+bool unlink(Queue* queue, Block* block);
+// A new list of the first `count` blocks, out of the queue; null with ValueError if there are fewer.
+PyObject* pop_front(Queue* queue, Py_ssize_t count);
+
+PyObject* make_blocks(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* release(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* hash_chain(PyObject*, PyObject* const* args, Py_ssize_t count);
+
+bool wrong_count(const char* name, Py_ssize_t count, Py_ssize_t wanted);
+
+}  // namespace kv_core

@@ -1,0 +1,14 @@
+// SHA-256 of short messages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kv_core {
+
+constexpr size_t kDigestBytes = 32;
+
+// The padding is written behind the message: `data` has room for 72 bytes more than `size`.
+void sha256(uint8_t* data, size_t size, uint8_t digest[kDigestBytes]);
+
+}  // namespace kv_core

@@ -1,0 +1,46 @@
+"""The native half of the KV core, `vllm._kv_core`, or None where it is not built or not wanted. Layer: L0.
+
+Owns loading it and the shape of what it offers. What each function does is told by its reference in Python, which the
+users of this module hold and fall back to; both are tested against each other.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol, cast
+
+from vllm import envs
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class NativeCore(Protocol):
+    """Blocks and queues are those of the module itself: opaque here, typed by the users."""
+
+    KVCacheBlock: Any
+    FreeQueue: Any
+    Tally: Any
+
+    def make_blocks(self, count: int, pool: object, /) -> list[Any]: ...
+    def take(self, queue: object, index: object, tally: object, count: int, /) -> list[Any]: ...
+    def touch(self, pool: object, queue: object, blocks: object, /) -> list[Any] | None: ...
+    def release(self, pool: object, blocks: object, idle: list[Any], /) -> list[Any] | None: ...
+    def hash_chain(
+        self, parent: bytes, tokens: object, block_size: int, is_cbor: bool, /
+    ) -> list[bytes] | None: ...
+
+
+def load_native_core() -> NativeCore | None:
+    """The module, or None with a notice of why not."""
+    if envs.VLLM_NO_NATIVE:
+        logger.info_once("VLLM_NO_NATIVE is set: the KV core runs in Python")
+        return None
+    try:
+        return cast(NativeCore, importlib.import_module("vllm._kv_core"))
+    except ImportError as error:
+        logger.warning_once("The native KV core is not built (%s); the slower Python one is used", error)
+        return None
+
+
+native_core = load_native_core()

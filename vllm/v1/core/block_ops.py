@@ -1,0 +1,151 @@
+"""The loops over blocks that every step runs: take with eviction, touch, release. Layer: L3.
+
+Owns the reference in Python of what the native core does, and which of the two is used. It must not know events,
+metrics or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.utils.checks import InvariantError
+from vllm.utils.native_core import native_core
+from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.core.free_block_queue import FreeQueue, is_plain
+from vllm.v1.core.kv_cache_block import BlockOwner, KVCacheBlock
+
+IndexEntries = dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]]
+"""Index key → block, or → blocks by id where several hold the same content."""
+
+
+class PythonTally:
+    """Counts blocks that lost their hash in `take`."""
+
+    __slots__ = ("evicted",)
+
+    def __init__(self) -> None:
+        self.evicted = 0
+
+
+if TYPE_CHECKING:
+    Tally = PythonTally
+else:
+    Tally = PythonTally if native_core is None else native_core.Tally
+
+Take = Callable[[FreeQueue, IndexEntries, PythonTally, int], list[KVCacheBlock]]
+Touch = Callable[[BlockOwner, FreeQueue, Iterable[KVCacheBlock]], list[KVCacheBlock] | None]
+
+
+def forget_block(index: IndexEntries, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
+    """Remove one block from `key` and return it; None, and no change, if it is not there."""
+    entry = index.get(key)
+    if entry is None:
+        return None
+    if not isinstance(entry, dict):
+        if entry.block_id != block_id:
+            return None
+        del index[key]
+        return entry
+    block = entry.pop(block_id, None)
+    if len(entry) == 1:
+        index[key] = next(iter(entry.values()))
+    elif not entry:
+        del index[key]
+    return block
+
+
+def python_take(queue: FreeQueue, index: IndexEntries, tally: PythonTally, count: int) -> list[KVCacheBlock]:
+    """The first `count` blocks of the queue, each with one reference and without its hash.
+
+    The hashes leave the index and are counted. ValueError, and no change, if there are fewer blocks.
+    """
+    taken = queue.popleft_n(count)
+    for block in taken:
+        block.ref_cnt = 1
+        key = block.block_hash
+        if key is None:
+            continue
+        tally.evicted += 1
+        block.block_hash = block.block_hash_num_tokens = None
+        entry = index.pop(key, None)
+        if entry is not block and entry is not None:  # others hold the same content
+            index[key] = entry
+            forget_block(index, key, block.block_id)
+    return taken
+
+
+def python_touch(
+    pool: BlockOwner, queue: FreeQueue, blocks: Iterable[KVCacheBlock]
+) -> list[KVCacheBlock] | None:
+    """One more reference for each of the pool's blocks; one that nobody held leaves the queue.
+
+    Null blocks are skipped. Returns the blocks of other pools, or None.
+    """
+    foreign: list[KVCacheBlock] = []
+    for block in blocks:
+        if block.is_null:
+            continue
+        if block.pool is not pool:
+            foreign.append(block)
+            continue
+        if not block.ref_cnt:
+            queue.remove(block)
+        block.ref_cnt += 1
+    return foreign or None
+
+
+def python_release(
+    pool: BlockOwner, blocks: Iterable[KVCacheBlock], idle: list[KVCacheBlock]
+) -> list[KVCacheBlock] | None:
+    """One reference less for each of the pool's blocks; those nobody holds now are appended to `idle`.
+
+    Null blocks are skipped. Returns the blocks of other pools, or None. InvariantError for a block nobody holds.
+    """
+    foreign: list[KVCacheBlock] = []
+    for block in blocks:
+        if block.is_null:
+            continue
+        if block.pool is not pool:
+            foreign.append(block)
+            continue
+        ref_cnt = block.ref_cnt - 1
+        if ref_cnt < 0:
+            raise InvariantError(f"block {block.block_id} is freed but nobody holds it")
+        block.ref_cnt = ref_cnt
+        if ref_cnt == 0:
+            idle.append(block)
+    return foreign or None
+
+
+release = python_release if native_core is None else native_core.release
+
+
+def operations_for(queue: FreeQueue) -> tuple[Take, Touch]:
+    """`take` and `touch` for a pool with this queue: the native ones know the links of the plain queue only."""
+    if native_core is None or not is_plain(queue):
+        return python_take, python_touch
+    return native_core.take, native_core.touch
+
+
+def touch_elsewhere(blocks: Sequence[KVCacheBlock]) -> None:
+    """Touch blocks in their own pools."""
+    for block in blocks:
+        if block.pool is None:  # a record made outside any pool
+            block.ref_cnt += 1
+        else:
+            block.pool.touch((block,))
+
+
+def release_elsewhere(blocks: Sequence[KVCacheBlock]) -> None:
+    """Return blocks to their own pools, in order."""
+    by_pool: dict[int, list[KVCacheBlock]] = {}
+    for block in blocks:
+        if block.pool is None:  # a record made outside any pool: nothing to return it to
+            block.ref_cnt -= 1
+        else:
+            by_pool.setdefault(id(block.pool), []).append(block)
+    for own in by_pool.values():
+        owner = own[0].pool
+        assert owner is not None
+        owner.free_blocks(own)
