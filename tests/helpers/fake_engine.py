@@ -61,7 +61,7 @@ class FakeEngine:
     hold: asyncio.Event | None = None
     calls: list[Call] = field(default_factory=list)
     control: list[tuple[Any, ...]] = field(default_factory=list)
-    answers: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=lambda: {"get_kv_event_sources": {}})
     dead: bool = False
 
     async def generate(

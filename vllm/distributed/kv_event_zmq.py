@@ -257,12 +257,19 @@ class ZmqEventPublisher(EventPublisher):
             self._replay.close(linger=LINGER_MS)
 
 
+PORT_MAX = 65_535
+
+
 def check_port_ranges(endpoint: str, replay_endpoint: str | None, data_parallel_rank: int) -> None:
-    """Refuse addresses of which one rank's is another rank's: ``ValueError`` naming both.
+    """Refuse ports that do not exist, and addresses of which one rank's is another rank's: ``ValueError`` naming them.
 
     Rank r uses port + r for both sockets, so the two ranges collide from the rank on that equals
     the distance of the two base ports.
     """
+    for name, address in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
+        last = (_tcp_port(address) or 0) + data_parallel_rank if address else 0
+        if last > PORT_MAX:
+            raise ValueError(f"{name}={address!r} needs port {last}, the largest is {PORT_MAX}")
     if replay_endpoint is None:
         return
     if not endpoint.startswith("tcp") and endpoint == replay_endpoint:

@@ -112,13 +112,23 @@ def test_the_front_end_takes_over_what_the_core_resolved() -> None:
             {"distributed_executor_backend": "tests.helpers.faulty_executors.UnstartableExecutor"},
             "no such accelerator",
         ),
-        ({"kv_cache_memory_bytes": 1 << 14}, "KV cache"),
+        ({"kv_cache_memory_bytes": 1 << 14}, "could not start: To serve at least one request"),
+        ({"kv_cache_memory_bytes": 1 << 58}, "could not start: .* GiB cannot be reserved for the KV cache"),
+        (
+            {"kv_transfer_config": {"kv_connector": "None", "kv_role": "kv_both"}},
+            "could not start: Connector 'None' is not registered",
+        ),
     ],
 )
-def test_a_start_that_fails_says_why(settings: dict[str, Any], words: str) -> None:
+def test_a_start_that_fails_says_why_and_says_it_once(
+    settings: dict[str, Any], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(RuntimeError, match=words):
         start(**settings)
+    written = "".join(capfd.readouterr())
+    assert "Traceback" not in written
+    assert "could not start" not in written
     assert set(psutil.Process().children(recursive=True)) == before
 
 

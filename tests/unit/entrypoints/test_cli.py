@@ -3,8 +3,10 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from tests.helpers.model_folders import write_model_folder
+from vllm.config.error_text import error_text
 from vllm.entrypoints.cli import collect_env, main, serve
 from vllm.entrypoints.common import cli_args, startup
 from vllm.entrypoints.common.cli_args import (
@@ -293,3 +295,41 @@ def test_collect_env(capsys, monkeypatch):
     assert "secret" not in out
     monkeypatch.setattr(collect_env, "PACKAGES", ("no-such-package",))
     assert "no-such-package: -" in collect_env.report()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--kv-transfer-config", '{"kv_connector":"SimpleCPUOffloadConnector"}'],
+            "kv_connector='SimpleCPUOffloadConnector' needs kv_role: one of kv_producer, kv_consumer, kv_both",
+        ),
+        (["--max-num-seqs", "0"], "max_num_seqs=0: input should be greater than or equal to 1"),
+        (["--kv-transfer-config", '{"kv_rank": "x"}'], "unexpected keyword argument 'kv_rank'"),
+        (["--kv-events-config", '{"buffer_steps": -1}'], "buffer_steps=-1"),
+        (["--gpu-memory-utilization", "5"], "gpu_memory_utilization=5.0"),
+    ],
+)
+def test_faults_of_settings_are_told_in_one_form(capsys, tmp_path, flags, message):
+    assert main.main(["serve", write_model_folder(tmp_path / "m"), *flags]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("vllm serve: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    for noise in ("pydantic", "validation error", "Value error", "input_value", "Traceback"):
+        assert noise not in err
+
+
+def test_many_faults_are_told_up_to_ten():
+    class Many(BaseModel):
+        values: list[int]
+
+    with pytest.raises(ValidationError) as caught:
+        Many(values=["x"] * 30)
+    text = error_text(caught.value)
+    assert text.count("; ") == 10
+    assert text.startswith("values.0='x': input should be a valid integer")
+    assert text.endswith("and 20 more")
+    assert error_text(OSError(12, "no memory")) == "OSError: [Errno 12] no memory"
+    assert error_text(MemoryError()) == "MemoryError"
+    assert error_text(ValueError("n=1 is wrong")) == "n=1 is wrong"

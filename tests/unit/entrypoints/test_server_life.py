@@ -46,9 +46,18 @@ async def until_ready(address, **options):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_server_with_status_zero(args, tmp_path, caplog, number):
-    task, sock = await start(args, App(tmp_path, says("x")))
+    app = App(tmp_path, says("x"))
+    app.engine.answers["get_kv_event_sources"] = {
+        "0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}
+    }
+    app.engine.vllm_config.cache_config.kv_cache_size_tokens = 4096
+    app.engine.vllm_config.cache_config.simple_cpu_offload_num_blocks = 7
+    task, sock = await start(args, app)
     assert (await until_ready(f"http://127.0.0.1:{args.port}")).status_code == 200
-    assert f"Server ready: listening on http://127.0.0.1:{args.port}" in caplog.text
+    assert (
+        f"Server ready: listening on http://127.0.0.1:{args.port} (model m, KV cache of 4096 tokens, host tier of "
+        "7 blocks, KV events on tcp://*:5557, replay on tcp://*:5558)"
+    ) in caplog.text
     os.kill(os.getpid(), number)
     assert await asyncio.wait_for(task, 10) == 0
     sock.close()

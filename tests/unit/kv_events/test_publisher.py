@@ -319,6 +319,11 @@ def test_evt_09_overlapping_port_ranges_are_refused() -> None:
     with pytest.raises(ValueError, match="must differ"):
         check_port_ranges("ipc:///tmp/a", "ipc:///tmp/a", 0)
     check_port_ranges("tcp://*:0", "tcp://*:0", 7)
+    check_port_ranges("tcp://*:65535", None, 0)
+    with pytest.raises(ValueError, match=r"endpoint='tcp://\*:65535' needs port 65536"):
+        check_port_ranges("tcp://*:65535", None, 1)
+    with pytest.raises(ValueError, match="replay_endpoint='tcp://h:80808080'"):
+        check_port_ranges("tcp://*:5557", "tcp://h:80808080", 0)
     check_port_ranges("ipc:///tmp/a", "tcp://*:5557", 7)
 
 

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
+from vllm.config.error_text import error_text
 from vllm.entrypoints.common.startup import cli_env_setup
+from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 from vllm.utils.registry import resolve_object
 from vllm.v1.engine.exceptions import EngineStartError
@@ -55,12 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = cast(Command, resolve_object(COMMANDS[name][0]))
     try:
         return command(rest)
-    except (ValueError, TypeError, EngineStartError) as error:
-        logger.debug("vllm %s failed", name, exc_info=error)
-        print(f"vllm {name}: error: {error}", file=sys.stderr)
-        return 1
+    except (ValueError, TypeError, OSError, ImportError, VLLMError) as error:
+        return _fail(name, error, error_text(error))
+    except EngineStartError as error:
+        return _fail(name, error, str(error))
     except KeyboardInterrupt:
         return 130
+
+
+def _fail(name: str, error: Exception, text: str) -> int:
+    logger.debug("vllm %s failed", name, exc_info=error)
+    print(f"vllm {name}: error: {text}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -323,11 +323,27 @@ async def _end_requests(engine: Any) -> None:
         await engine.pause_generation("abort", clear_cache=False)
 
 
+async def _what_is_served(engine: Any) -> str:
+    """Model, caches and event addresses, for the line that says that the server is ready."""
+    config = engine.vllm_config
+    parts = [f"model {_model_paths(config.model_config)[0].name}"]
+    cache = config.cache_config
+    if cache.kv_cache_size_tokens:
+        parts.append(f"KV cache of {cache.kv_cache_size_tokens} tokens")
+    if cache.simple_cpu_offload_num_blocks:
+        parts.append(f"host tier of {cache.simple_cpu_offload_num_blocks} blocks")
+    for source in (await engine.get_kv_event_sources()).values():
+        parts.append(f"KV events on {source['endpoint']}")
+        if source["replay_endpoint"]:
+            parts.append(f"replay on {source['replay_endpoint']}")
+    return ", ".join(parts)
+
+
 async def _watch(server: Server, engine: Any, address: str) -> None:
     """Say when the server is ready; end it when the engine is dead."""
     while not server.started:
         await asyncio.sleep(0.01)
-    logger.info("Server ready: listening on %s", address)
+    logger.info("Server ready: listening on %s (%s)", address, await _what_is_served(engine))
     while True:
         await asyncio.sleep(HEALTH_INTERVAL_S)
         if engine.errored and not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from vllm.config import VllmConfig
+from vllm.config.error_text import error_text
 from vllm.logger import init_logger
 from vllm.v1.engine.core_io import LINGER_MS, CoreAddresses
 from vllm.v1.engine.core_proc import EngineCoreProc
@@ -95,8 +96,9 @@ def run_core(start: CoreStart, parent_pipe: int) -> int:
         executor_class = start.executor_class or Executor.get_class(config)
         core = EngineCoreProc(config, executor_class, start.log_stats, start.engine_index, handshake.progress)
     except BaseException as error:
-        logger.exception("The engine core could not start.")
-        handshake.say("FAILED", error=f"{type(error).__name__}: {error}")
+        # Whoever started this process shows the message, once.
+        logger.debug("The engine core could not start.", exc_info=error)
+        handshake.say("FAILED", error=error_text(error))
         handshake.close()
         return 1
     with _signals(core):

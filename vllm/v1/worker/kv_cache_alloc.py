@@ -75,7 +75,12 @@ class KVCachePages:
             return torch.zeros(allocation.size, dtype=torch.int8, device=self.device)
         # Anonymous pages cost nothing until they are written, and can be given back in place.
         size = max(allocation.size, mmap.PAGESIZE)
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ValueError(
+                f"{size / 2**30:.2f} GiB cannot be reserved for the KV cache: {error.strerror}"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(memory)
