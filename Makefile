@@ -23,7 +23,7 @@ help:
 	@echo "make lint tidy                                      the fast half of make test"
 	@echo "make sim [SEEDS=2000] [TICKS=300]                   the deterministic simulator"
 	@echo "make coverage                                       branch coverage of the brain (L2–L5), at least 95 %"
-	@echo "make bench                                          measurements as tables; of serving also a plot below benchmarks/results"
+	@echo "make bench                                          measurements as tables; of offload and serving also plots below benchmarks/results"
 
 setup:
 	@bash scripts/setup.sh "$(VENV)" serve

@@ -1,4 +1,4 @@
-"""Writes one benchmark's result as a Markdown table, JSON and a plot below benchmarks/results/."""
+"""Writes one benchmark's result as Markdown tables, JSON and a picture below benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import datetime
 import json
 import os
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -24,6 +26,80 @@ class Measurement:
 
     name: str
     values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A part of a document: heading, a sentence or two, and rows as text."""
+
+    title: str
+    text: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram: lines over numbers or, where `bars`, one bar per name. A name of `marks` is drawn as a level line."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    bars: Mapping[str, float] = field(default_factory=dict)
+    marks: Mapping[str, float] = field(default_factory=dict)
+    log_x: bool = False
+    log_y: bool = False
+
+
+def today() -> str:
+    """The date in UTC."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+
+
+def write_document(
+    folder: Path, name: str, intro: str, tables: Sequence[Table], panels: Sequence[Panel], data: Any
+) -> None:
+    """Writes FOLDER/NAME.md, .json and .png: a document of several tables, all from one run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [intro, "", f"![Diagrams of the tables below]({name}.png)"]
+    for table in tables:
+        lines += ["", f"## {table.title}", "", table.text, ""]
+        lines += ["| " + " | ".join(table.columns) + " |", "|---|" + "---:|" * (len(table.columns) - 1)]
+        lines += ["| " + " | ".join(row) + " |" for row in table.rows]
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    _draw_panels(folder / f"{name}.png", panels)
+
+
+def _draw_panels(path: Path, panels: Sequence[Panel]) -> None:
+    columns = min(3, len(panels))
+    height = -(-len(panels) // columns)
+    figure, axes = plt.subplots(height, columns, figsize=(5.2 * columns, 3.8 * height), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        for label, (xs, ys) in panel.lines.items():
+            axis.plot(xs, ys, marker="o", markersize=4, label=label)
+        if panel.bars:
+            shown = axis.bar(list(panel.bars), list(panel.bars.values()), color="C0")
+            axis.bar_label(shown, fmt="%.3g", fontsize=8)
+            axis.tick_params(axis="x", labelsize=7)
+        for label, level in panel.marks.items():
+            axis.axhline(level, color="gray", linestyle="--", linewidth=1, label=label)
+        axis.set_xscale("log" if panel.log_x else "linear")
+        axis.set_yscale("log" if panel.log_y else "linear")
+        axis.set_title(panel.title, fontsize=10)
+        axis.set_xlabel(panel.x_label, fontsize=8)
+        axis.set_ylabel(panel.y_label, fontsize=8)
+        if not (panel.log_y or panel.bars):
+            axis.set_ylim(bottom=0)
+        if panel.lines or panel.marks:
+            axis.legend(fontsize=7)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
 
 
 def machine() -> str:
@@ -51,7 +127,7 @@ def write_report(
     better = higher_is_better or set()
     RESULTS.mkdir(parents=True, exist_ok=True)
     variants = list(dict.fromkeys(v for row in rows for v in row.values))
-    day = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    day = today()
     lines = [f"# {title}", "", f"{day}, {machine()}. Ratio: how many times better the first column is.", ""]
     lines += ["| figure | " + " | ".join(variants) + " | ratio |", "|---|" + "---:|" * (len(variants) + 1)]
     for row in rows:

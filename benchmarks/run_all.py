@@ -1,6 +1,6 @@
 """`make bench`: every benchmark in turn; further arguments go to the serving benchmark (for example `--peer-python`).
 
-The core's benchmarks print their tables; the serving benchmark also writes table and plot below benchmarks/results/.
+The core's benchmarks print their tables; those of offload and serving also write tables and plots below benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("bench_core.py", "bench_scheduler.py", "bench_serving.py")
+SCRIPTS = ("bench_core.py", "bench_scheduler.py", "bench_offload.py", "bench_serving.py")
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,11 +143,16 @@ def _build(config: dict[str, Any], seed: int) -> NativeModel:
     return model
 
 
-def make_tiny(name: str, folder: str | Path, seed: int = 0) -> Path:
-    """Writes the tiny checkpoint `name` into `folder`; `ValueError` for an unknown name."""
+def make_tiny(
+    name: str, folder: str | Path, seed: int = 0, overrides: Mapping[str, Any] | None = None
+) -> Path:
+    """Writes the tiny checkpoint `name` into `folder`; `overrides` replace values of its configuration.
+
+    `ValueError` for an unknown name.
+    """
     if name not in TINY_CONFIGS:
         raise ValueError(f"tiny checkpoint {name!r} is unknown; known: {', '.join(sorted(TINY_CONFIGS))}")
-    config = TINY_CONFIGS[name]
+    config = TINY_CONFIGS[name] | dict(overrides or {})
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     with torch.inference_mode():
