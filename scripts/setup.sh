@@ -77,6 +77,15 @@ elif ! command -v cmake >/dev/null 2>&1; then
   # The compiler is there; CMake and Ninja come as wheels.
   get cmake ninja
 fi
+if ! "$venv/bin/python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then
+  # Debian splits the headers off; without them the KV core stays in Python.
+  headers=$("$venv/bin/python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$headers"; } >/dev/null 2>&1 || true
+  fi
+  [ -e "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
+    say "NOTICE: Python's headers are not installed ($headers); the KV core runs in Python (slower, more memory per block)"
+fi
 say "installing the package and building native ops"
 log=$(mktemp)
 if ! PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps --no-build-isolation -v -e . \

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vllm import envs
 from vllm.logger import init_logger
 
 __all__ = [
@@ -55,6 +56,9 @@ _HAS_CUDA_OPS = _CUDA_LIBRARY.exists() and torch.cuda.is_available()
 
 def _load() -> Any:
     """The namespace of the native ops, or None with a notice of why not."""
+    if envs.VLLM_NO_NATIVE:
+        logger.info("VLLM_NO_NATIVE is set: the torch reference ops are used")
+        return None
     if not _LIBRARY.exists():
         logger.warning(
             "Native ops are not built (%s is missing); the slower torch reference ops are used", _LIBRARY

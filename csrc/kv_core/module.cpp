@@ -1,5 +1,6 @@
 // The module vllm._kv_core.
 #include "records.h"
+#include "sha256.h"
 
 namespace kv_core {
 
@@ -17,7 +18,15 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
 }
 
+PyObject* select_portable_sha256(PyObject*, PyObject* portable) {
+  const int wanted = PyObject_IsTrue(portable);
+  if (wanted < 0) return nullptr;
+  use_portable_sha256(wanted != 0);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef functions[] = {
+    {"select_portable_sha256", select_portable_sha256, METH_O, nullptr},
     {"make_blocks", fast(make_blocks), METH_FASTCALL, nullptr},
     {"take", fast(take), METH_FASTCALL, nullptr},
     {"touch", fast(touch), METH_FASTCALL, nullptr},

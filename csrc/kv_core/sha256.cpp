@@ -97,12 +97,16 @@ bool has_sha() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b >> 29 & 1) != 0 && __builtin_cpu_supports("sse4.1") != 0;
 }
 
-const Compress compress = has_sha() ? compress_x86 : compress_portable;
+Compress best() { return has_sha() ? compress_x86 : compress_portable; }
 #else
-const Compress compress = compress_portable;
+Compress best() { return compress_portable; }
 #endif
 
+Compress compress = best();
+
 }  // namespace
+
+void use_portable_sha256(bool portable) { compress = portable ? compress_portable : best(); }
 
 void sha256(uint8_t* data, size_t size, uint8_t digest[kDigestBytes]) {
   uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};

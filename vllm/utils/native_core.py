@@ -29,6 +29,7 @@ class NativeCore(Protocol):
     def hash_chain(
         self, parent: bytes, tokens: object, block_size: int, is_cbor: bool, /
     ) -> list[bytes] | None: ...
+    def select_portable_sha256(self, portable: bool, /) -> None: ...
 
 
 def load_native_core() -> NativeCore | None:

@@ -95,10 +95,11 @@ class PythonLinkedQueue:
     def insert_n_after(self, cursor: KVCacheBlock, blocks: Sequence[KVCacheBlock]) -> None:
         """Put `blocks` behind `cursor`, a queued block or the head sentinel, in order.
 
-        RuntimeError if one of them is queued already.
+        RuntimeError if one of them is queued already, or `cursor` is not.
         """
         following = cursor.next_free_block
-        assert following is not None
+        if following is None:
+            raise RuntimeError("the place to insert at is not in the free queue")
         last = cursor
         for block in blocks:
             if block.prev_free_block is not None:

@@ -1,0 +1,253 @@
+"""The native half of the KV core does what its Python reference does. Without the library nothing is compared here."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.utils.checks import InvariantError
+from vllm.utils.hashing import HashFn, sha256, sha256_cbor
+from vllm.utils.native_core import NativeCore, native_core
+from vllm.v1.core.block_hasher import hash_block_tokens
+from vllm.v1.core.block_ops import PythonTally, python_release, python_take, python_touch
+from vllm.v1.core.free_block_queue import PythonLinkedQueue
+from vllm.v1.core.kv_cache_block import PythonBlock
+
+pytestmark = pytest.mark.skipif(native_core is None, reason="the native KV core is not built")
+NUM_BLOCKS = 7
+KEYS = (b"a", b"b", b"c")
+EXPECTED = (ValueError, RuntimeError, InvariantError, TypeError)
+
+
+class Pool:
+    """A pool to the extent that blocks know one."""
+
+
+class Side:
+    """Blocks, queue, index and loops of one implementation, driven by words."""
+
+    def __init__(self, block: Any, queue: Any, tally: Any, take: Any, touch: Any, release: Any) -> None:
+        self.pool, self.other = Pool(), Pool()
+        self.blocks = [block(i, pool=self.pool) for i in range(NUM_BLOCKS)]
+        self.blocks[0].is_null = True
+        self.strangers = [block(50, ref_cnt=1, pool=self.other), block(51, ref_cnt=1)]
+        self.queue = queue(block(-1), block(-1), self.blocks[1:])
+        self.index: dict[bytes, Any] = {}
+        self.tally = tally()
+        self._take, self._touch, self._release = take, touch, release
+
+    def pick(self, numbers: Sequence[int]) -> list[Any]:
+        everyone = self.blocks + self.strangers
+        return [everyone[n % len(everyone)] for n in numbers]
+
+    def take(self, numbers: Sequence[int]) -> object:
+        return ids(self._take(self.queue, self.index, self.tally, len(numbers)))
+
+    def touch(self, numbers: Sequence[int]) -> object:
+        return ids(self._touch(self.pool, self.queue, self.pick(numbers)))
+
+    def free(self, numbers: Sequence[int]) -> object:
+        idle: list[Any] = []
+        try:
+            return ids(self._release(self.pool, iter(self.pick(numbers)), idle)), ids(idle)
+        finally:
+            self.queue.append_n(tuple(idle[::2]))
+            self.queue.prepend_n(idle[1::2])
+
+    def cache(self, numbers: Sequence[int]) -> None:
+        """The first block gets a key, beside others with the same one."""
+        block, key = self.blocks[numbers[0] % NUM_BLOCKS], KEYS[numbers[-1] % len(KEYS)]
+        if block.is_null or block.block_hash is not None:
+            return
+        block.set_block_hash(key, numbers[0])
+        entry = self.index.setdefault(key, block)
+        if isinstance(entry, dict):
+            entry[block.block_id] = block
+        elif entry is not block:
+            self.index[key] = {entry.block_id: entry, block.block_id: block}
+
+    def forget_outside(self, numbers: Sequence[int]) -> None:
+        """Somebody takes an entry from the index behind the block's back."""
+        self.index.pop(KEYS[numbers[0] % len(KEYS)], None)
+
+    def remove_and_insert(self, numbers: Sequence[int]) -> None:
+        """A queued block moves behind another."""
+        moved, cursor = self.blocks[numbers[0] % NUM_BLOCKS], self.blocks[numbers[-1] % NUM_BLOCKS]
+        self.queue.remove(moved)
+        try:
+            self.queue.insert_n_after(cursor, [moved])
+        except Exception:
+            self.queue.append(moved)
+            raise
+
+    def pop_and_append(self, numbers: Sequence[int]) -> object:
+        block = self.queue.popleft()
+        self.queue.append(block=block)
+        return block.block_id
+
+    def state(self) -> object:
+        return (
+            [repr(block) for block in self.blocks + self.strangers],
+            [(b.block_hash_num_tokens, b.is_null, b._block_hash) for b in self.blocks],
+            ids(self.queue.get_all_free_blocks()),
+            self.queue.num_free_blocks,
+            self.tally.evicted,
+            {key: list(e) if isinstance(e, dict) else e.block_id for key, e in self.index.items()},
+        )
+
+
+def ids(blocks: Sequence[Any] | None) -> list[int] | None:
+    return None if blocks is None else [block.block_id for block in blocks]
+
+
+def core() -> NativeCore:
+    assert native_core is not None
+    return native_core
+
+
+def both_sides() -> tuple[Side, Side]:
+    native = core()
+    return (
+        Side(PythonBlock, PythonLinkedQueue, PythonTally, python_take, python_touch, python_release),
+        Side(native.KVCacheBlock, native.FreeQueue, native.Tally, native.take, native.touch, native.release),
+    )
+
+
+def outcome(work: Callable[[Sequence[int]], object], numbers: Sequence[int]) -> object:
+    try:
+        return work(numbers)
+    except EXPECTED as error:
+        return type(error)
+
+
+words = st.sampled_from(
+    ("take", "touch", "free", "cache", "cache", "forget_outside", "remove_and_insert", "pop_and_append")
+)
+steps = st.lists(
+    st.tuples(words, st.lists(st.integers(0, NUM_BLOCKS + 1), min_size=1, max_size=4)), max_size=40
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps)
+def test_blocks_and_queue_do_what_the_reference_does(steps: list[tuple[str, list[int]]]) -> None:
+    reference, native = both_sides()
+    for word, numbers in steps:
+        if word == "remove_and_insert" and (numbers[0] - numbers[-1]) % NUM_BLOCKS == 0:
+            continue  # a block behind itself: the reference has no answer
+        expected, actual = (outcome(getattr(side, word), numbers) for side in (reference, native))
+        assert actual == expected, (word, numbers)
+        assert native.state() == reference.state(), (word, numbers)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps)
+def test_native_blocks_are_not_leaked(steps: list[tuple[str, list[int]]]) -> None:
+    _, native = both_sides()
+    for word, numbers in steps:
+        outcome(getattr(native, word), numbers)
+    blocks = native.blocks
+    native.index.clear()
+    del native.queue
+    assert all(block.prev_free_block is block.next_free_block is None for block in blocks)
+    fresh = [core().KVCacheBlock(1)]
+    assert {sys.getrefcount(block) for block in blocks} == {sys.getrefcount(block) for block in fresh}
+
+
+def test_a_native_block_does_not_keep_its_pool() -> None:
+    pool = Pool()
+    watched = weakref.ref(pool)
+    blocks = core().make_blocks(3, pool)
+    assert [block.pool for block in blocks] == [pool] * 3
+    assert [block.block_id for block in blocks] == [0, 1, 2]
+    assert not any(map(gc.is_tracked, blocks))
+    assert {sys.getsizeof(block) for block in blocks} == {64}
+    del pool
+    assert watched() is None
+    assert blocks[0].pool is None
+
+
+def test_a_pool_without_weak_references_is_held() -> None:
+    block = core().KVCacheBlock(1, pool="pool")
+    assert block.pool == "pool"
+    block.pool = None
+    assert block.pool is None
+
+
+def test_wrong_values_are_refused() -> None:
+    native = core()
+    block = native.KVCacheBlock(1)
+    queue = native.FreeQueue(native.KVCacheBlock(-1), native.KVCacheBlock(-1), [])
+    with pytest.raises(TypeError, match="bytes"):
+        block.block_hash = 3
+    with pytest.raises(OverflowError, match="block_hash_num_tokens"):
+        block.block_hash_num_tokens = 1 << 32
+    with pytest.raises(TypeError, match="native block"):
+        queue.append(PythonBlock(1))
+    with pytest.raises(TypeError, match="blocks"):
+        queue.append_n(block=[block])
+    with pytest.raises(RuntimeError, match="once"):
+        queue.__init__(block, block, [])
+    with pytest.raises(TypeError, match="native queue"):
+        native.take([], {}, native.Tally(), 1)
+    with pytest.raises(TypeError, match="takes 4 arguments"):
+        native.take(queue)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="out of range"):
+        native.make_blocks(-1, None)
+    queue.num_free_blocks = 1
+    with pytest.raises(RuntimeError, match="shorter than its count"):
+        queue.popleft()
+
+
+@pytest.fixture(params=[False, True], ids=["best", "portable"])
+def portable(request: pytest.FixtureRequest) -> Iterator[bool]:
+    core().select_portable_sha256(request.param)
+    yield request.param
+    core().select_portable_sha256(False)
+
+
+plain_tokens = st.one_of(
+    st.integers(0, 30), st.integers(250, 260), st.integers(65530, 65540), st.integers(0, (1 << 31) - 1)
+)
+
+
+def reference_chain(hash_fn: HashFn, parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
+    chain: list[Any] = [parent]
+    for start in range(0, len(tokens) - size + 1, size):
+        chain.append(hash_block_tokens(hash_fn, chain[-1], tokens[start : start + size]))
+    return chain[1:]
+
+
+@pytest.mark.parametrize("hash_fn", [sha256, sha256_cbor])
+@pytest.mark.usefixtures("portable")
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_the_chain_has_the_bytes_of_the_reference(hash_fn: HashFn, data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from((1, 2, 3, 4, 5, 16, 23, 24, 64, 300)))
+    parent = data.draw(st.binary(min_size=1, max_size=255))
+    pattern = data.draw(st.lists(plain_tokens, min_size=1, max_size=40))
+    tokens = (pattern * (2 * size // len(pattern) + 1))[: data.draw(st.integers(0, 2 * size))]
+    expected = reference_chain(hash_fn, parent, tokens, size)
+    assert core().hash_chain(parent, tokens, size, hash_fn is sha256_cbor) == expected
+    assert core().hash_chain(parent, tuple(tokens), size, hash_fn is sha256_cbor) == expected
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 80, True, None, 1.5, "1"])
+@pytest.mark.parametrize("is_cbor", [False, True])
+def test_tokens_that_are_no_plain_numbers_are_left_to_the_reference(token: object, is_cbor: bool) -> None:
+    assert core().hash_chain(b"parent", [1, token], 2, is_cbor) is None
+
+
+def test_sizes_that_the_chain_does_not_encode_are_left_to_the_reference() -> None:
+    native = core()
+    assert native.hash_chain(b"p" * 256, [1, 2], 2, False) is None
+    assert native.hash_chain(b"p", [1] * 8193, 8193, False) is None
+    largest = native.hash_chain(b"p", [1 << 30] * 8192, 8192, False)
+    assert largest == reference_chain(sha256, b"p", [1 << 30] * 8192, 8192)
