@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.sim.batch import Summary, run_batch
-from tests.sim.driver import run_seed
+from tests.sim.driver import Result, run_seed
 from tests.sim.marks import MARKS
 from tests.sim.mutants import MUTANTS
 from tests.sim.shrink import shrink_and_save
@@ -58,9 +58,13 @@ def _run_many(console: Console, options: argparse.Namespace) -> int:
     seeds = range(options.first, options.first + options.seeds)
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("seeds", total=options.seeds)
-        summary = run_batch(
-            seeds, options.ticks, options.jobs, mutant=options.mutant, on_seed=lambda: progress.advance(task)
-        )
+
+        def on_seed(result: Result) -> None:
+            progress.advance(task)
+            if result.failure is not None:
+                progress.console.print(f"[red]seed {result.seed}[/red]: {result.failure}", highlight=False)
+
+        summary = run_batch(seeds, options.ticks, options.jobs, mutant=options.mutant, on_seed=on_seed)
     _print_summary(console, summary, options.ticks)
     return 1 if summary.failures else 0
 

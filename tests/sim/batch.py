@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tests.sim.checkers import forget_published
 from tests.sim.driver import Result, run_seed
 from tests.sim.mutants import MUTANTS
 
@@ -37,11 +39,21 @@ class Summary:
 
 _Job = tuple[int, int, str | None]
 
+COLLECT_EVERY = 50
+
 
 def _run_job(job: _Job) -> Result:
+    """One run. A run drops all it made at its end, so cycles are looked for between runs only, now and then."""
     seed, ticks, mutant = job
-    with MUTANTS[mutant or "none"]():
-        result = run_seed(seed, ticks)
+    gc.disable()
+    try:
+        with MUTANTS[mutant or "none"]():
+            result = run_seed(seed, ticks)
+    finally:
+        gc.enable()
+    if seed % COLLECT_EVERY == 0:
+        forget_published()
+        gc.collect()
     result.actions = []  # long, and the seed gives them back
     return result
 
@@ -52,7 +64,7 @@ def run_batch(
     jobs: int,
     *,
     mutant: str | None = None,
-    on_seed: Callable[[], object] = lambda: None,
+    on_seed: Callable[[Result], object] = lambda result: None,
 ) -> Summary:
     """Run all seeds in `jobs` processes."""
     summary = Summary()
@@ -60,7 +72,7 @@ def run_batch(
     todo = [(seed, ticks, mutant) for seed in seeds]
     for result in _results(todo, jobs):
         summary.add(result)
-        on_seed()
+        on_seed(result)
     summary.failures.sort()
     summary.seconds = time.perf_counter() - started
     return summary

@@ -3,68 +3,113 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from tests.sim.failure import require
+from tests.sim.events import Residency
+from tests.sim.failure import SimFailure, require
 from tests.sim.run import Run
-from vllm.distributed.kv_event_types import MEDIUM_GPU
-from vllm.v1.core.block_hash import get_block_hash, get_group_id, maybe_convert_block_hash
+from vllm.v1.core.block_hash import (
+    BlockHashWithGroupId,
+    get_block_hash,
+    get_group_id,
+    maybe_convert_block_hash,
+)
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.simple_kv_offload.transfer import TransferState
 
+WORKERS_ONLY = frozenset({"tick", "copy", "unstall", "poison"})
+"""Actions in which nothing of the engine runs and no copy starts: what was checked before them still holds."""
+PARANOID_EVERY = 50
+"""Seeds that are multiples of it are checked after these actions too, so that the list above cannot lie for long."""
+
+Entry = tuple[int, BlockHashWithGroupId]
+"""(block id, one of its keys)"""
+
+
+@dataclass
+class PoolView:
+    """What the checks of one pool share, gathered once per action."""
+
+    name: str
+    pool: BlockPool
+    free: list[int]
+    entries: list[Entry]
+
+
+def check_after(run: Run, action: str) -> None:
+    """Every invariant that the action can have broken."""
+    if run.params.seed % PARANOID_EVERY != 0:
+        if action in WORKERS_ONLY:
+            return
+        if action == "execute":  # the workers only: it may have started copies
+            check_writers(run)
+            return
+    check_all(run)
+
 
 def check_all(run: Run) -> None:
     """Every invariant that holds between any two actions."""
-    lower = [(name, pool) for name, pool, _ in run.lower_pools()]
-    pools = [("device", run.device_pool), *lower]
-    for name, pool in pools:
-        check_free_or_held(name, pool)
-        check_index(name, pool)
-    check_references("device", run.device_pool, device_holders(run))
-    for name, pool in lower:
-        check_references(name, pool, leased(pool))
+    device = view("device", run.device_pool)
+    lower = [view(name, pool) for name, pool, _ in run.lower_pools()]
+    for pool in (device, *lower):
+        check_free_or_held(pool)
+        check_index(pool)
+    check_references(device, device_holders(run))
+    for pool in lower:
+        check_references(pool, leased(pool.pool))
     check_writers(run)
     check_staged(run)
     check_promises(run)
-    check_events(run)
-    check_tier_contents(run)
+    check_events(run, [device, *lower])
+    check_tier_contents(run, lower)
     check_bounds(run)
 
 
-def check_free_or_held(name: str, pool: BlockPool) -> None:
-    """I1: each block is free or held, never both; totals add up."""
+def view(name: str, pool: BlockPool) -> PoolView:
+    """Walk the free queue and the blocks of a pool."""
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-    require(len(free) == len(set(free)), "I1", f"{name}: a block is in the free queue twice")
-    require(
-        len(free) == pool.get_num_free_blocks(),
-        "I1",
-        f"{name}: {len(free)} blocks in the queue, {pool.get_num_free_blocks()} counted",
-    )
+    entries = [
+        (block.block_id, key)
+        for block in pool.blocks
+        if block.block_hash is not None
+        for key, _ in pool.get_keys(block)
+    ]
+    return PoolView(name, pool, free, entries)
+
+
+def check_free_or_held(view: PoolView) -> None:
+    """I1: each block is free or held, never both; totals add up."""
+    name, pool, free = view.name, view.pool, view.free
+    counted = pool.get_num_free_blocks()
+    if len(free) != counted:
+        raise SimFailure("I1", f"{name}: {len(free)} blocks in the queue, {counted} counted")
+    idle = {block.block_id for block in pool.blocks[1:] if block.ref_cnt == 0}
     free_ids = set(free)
+    if len(free_ids) != len(free):
+        raise SimFailure("I1", f"{name}: a block is in the free queue twice")
+    if free_ids == idle:
+        return
     require(0 not in free_ids, "I1", f"{name}: the null block is in the free queue")
-    for block in pool.blocks[1:]:
-        require(
-            (block.ref_cnt == 0) == (block.block_id in free_ids),
-            "I1",
-            f"{name}: block {block.block_id} has {block.ref_cnt} references and is "
-            f"{'' if block.block_id in free_ids else 'not '}in the free queue",
-        )
-        require(block.ref_cnt >= 0, "I1", f"{name}: block {block.block_id} has {block.ref_cnt} references")
+    block_id = min(free_ids ^ idle)
+    raise SimFailure(
+        "I1",
+        f"{name}: block {block_id} has {pool.blocks[block_id].ref_cnt} references and is "
+        f"{'' if block_id in free_ids else 'not '}in the free queue",
+    )
 
 
-def leased(pool: BlockPool) -> Counter[int]:
-    """References by leases."""
-    held: Counter[int] = Counter()
+def leased(pool: BlockPool) -> list[int]:
+    """References by leases, by block id."""
+    held = [0] * len(pool.blocks)
     for lease in pool.leases.values():
-        for block in lease.blocks:
-            if not block.is_null:
-                held[block.block_id] += 1
+        _count(held, lease.blocks)
     return held
 
 
-def device_holders(run: Run) -> Counter[int]:
-    """References on the device by request tables, leases and frees that wait for a step."""
+def device_holders(run: Run) -> list[int]:
+    """References on the device by request tables, leases and frees that wait for a step, by block id."""
     held = leased(run.device_pool)
     for manager in run.scheduler.kv_cache_manager.coordinator.single_type_managers:
         for blocks in manager.req_to_blocks.values():
@@ -74,36 +119,36 @@ def device_holders(run: Run) -> Counter[int]:
     return held
 
 
-def _count(held: Counter[int], blocks: Iterable[KVCacheBlock]) -> None:
+def _count(held: list[int], blocks: Iterable[KVCacheBlock]) -> None:
     for block in blocks:
-        if not block.is_null:
-            held[block.block_id] += 1
+        held[block.block_id] += 1
 
 
-def check_references(name: str, pool: BlockPool, held: Counter[int]) -> None:
-    """I2: each reference count equals a recount over tables, leases and transfers."""
-    for block in pool.blocks[1:]:
+def check_references(view: PoolView, held: list[int]) -> None:
+    """I2: each reference count equals a recount over tables, leases and transfers. The null block is not counted."""
+    counts = [block.ref_cnt for block in view.pool.blocks]
+    if counts[1:] == held[1:]:
+        return
+    for block_id in range(1, len(counts)):
         require(
-            block.ref_cnt == held[block.block_id],
+            counts[block_id] == held[block_id],
             "I2",
-            f"{name}: block {block.block_id} has {block.ref_cnt} references, {held[block.block_id]} holders are known",
+            f"{view.name}: block {block_id} has {counts[block_id]} references, {held[block_id]} holders are known",
         )
 
 
-def check_index(name: str, pool: BlockPool) -> None:
+def check_index(view: PoolView) -> None:
     """I4: index and block hashes agree."""
-    entries = 0
-    for block in pool.blocks:
-        for key, _ in pool.get_keys(block):
-            entries += 1
-            require(
-                pool.cached_block_hash_to_block.contain(key, block.block_id),
-                "I4",
-                f"{name}: block {block.block_id} has a key that the index does not know",
-            )
-    indexed = len(pool.cached_block_hash_to_block.blocks())
-    require(indexed == entries, "I4", f"{name}: {indexed} index entries, {entries} keys on blocks")
-    require(not pool.get_keys(pool.null_block), "I4", f"{name}: the null block has a hash")
+    name, pool = view.name, view.pool
+    index = pool.cached_block_hash_to_block
+    for block_id, key in view.entries:
+        if not index.contain(key, block_id):
+            raise SimFailure("I4", f"{name}: block {block_id} has a key that the index does not know")
+    indexed = len(index.blocks())
+    if indexed != len(view.entries):
+        raise SimFailure("I4", f"{name}: {indexed} index entries, {len(view.entries)} keys on blocks")
+    if pool.get_keys(pool.null_block):
+        raise SimFailure("I4", f"{name}: the null block has a hash")
 
 
 def check_staged(run: Run) -> None:
@@ -113,10 +158,13 @@ def check_staged(run: Run) -> None:
             continue
         what = transfer.owner
         for block in transfer.tier_blocks:
-            require(block.block_hash is None, "I4", f"{what}: block {block.block_id} is findable already")
-            require(block.ref_cnt > 0, "I3", f"{what}: block {block.block_id} is written but not held")
+            if block.block_hash is not None:
+                raise SimFailure("I4", f"{what}: block {block.block_id} is findable already")
+            if block.ref_cnt <= 0:
+                raise SimFailure("I3", f"{what}: block {block.block_id} is written but not held")
         for block in transfer.device_blocks:
-            require(block.ref_cnt > 0, "I3", f"{what}: block {block.block_id} is read but not held")
+            if block.ref_cnt <= 0:
+                raise SimFailure("I3", f"{what}: block {block.block_id} is read but not held")
 
 
 def check_promises(run: Run) -> None:
@@ -153,46 +201,61 @@ def check_writers(run: Run) -> None:
             )
 
 
-def _residencies(medium: str, pool: BlockPool) -> Counter[tuple[str, int, object]]:
-    counts: Counter[tuple[str, int, object]] = Counter()
-    for block in pool.blocks:
-        for key, _ in pool.get_keys(block):
-            counts[medium, get_group_id(key), maybe_convert_block_hash(get_block_hash(key))] += 1
+_PUBLISHED: dict[BlockHashWithGroupId, tuple[int, object]] = {}
+"""key → (group, hash as events name it); a function of the key, kept while a process lives (see `batch.py`)."""
+
+
+def _published(key: BlockHashWithGroupId) -> tuple[int, object]:
+    known = _PUBLISHED.get(key)
+    if known is None:
+        known = (get_group_id(key), maybe_convert_block_hash(get_block_hash(key)))
+        _PUBLISHED[key] = known
+    return known
+
+
+def forget_published() -> None:
+    """Seeds have few keys in common."""
+    _PUBLISHED.clear()
+
+
+def _residencies(views: Sequence[PoolView]) -> dict[Residency, int]:
+    counts: dict[Residency, int] = {}
+    for view in views:
+        medium = view.pool.medium
+        for _, key in view.entries:
+            where = (medium, *_published(key))
+            counts[where] = counts.get(where, 0) + 1
     return counts
 
 
-def check_events(run: Run) -> None:
+def check_events(run: Run, views: Sequence[PoolView]) -> None:
     """I7: replaying the events rebuilds the index exactly, per medium and group, without duplicates or gaps."""
     run.consumer.take()
     for event in run.consumer.stored:
         run.registry.check_event(event)
     run.consumer.stored.clear()
-    pending = list(run.device_pool.kv_event_queue)
-    truth = _residencies(MEDIUM_GPU, run.device_pool)
-    for _, pool, _ in run.lower_pools():
-        pending += pool.kv_event_queue
-        truth += _residencies(pool.medium, pool)
-    known = run.consumer.with_pending(pending)
+    known = run.consumer.with_pending([event for view in views for event in view.pool.kv_event_queue])
+    truth = _residencies(views)
     if known != truth:
-        require(
-            False, "I7", f"events say {_difference(known, truth)} more, and {_difference(truth, known)} less"
-        )
+        more, less = _difference(known, truth), _difference(truth, known)
+        raise SimFailure("I7", f"events say {more} more, and {less} less")
 
 
-def _difference(
-    left: Counter[tuple[str, int, object]], right: Counter[tuple[str, int, object]]
-) -> dict[str, int]:
-    return {f"{medium}/{group}/{str(h)[-6:]}": count for (medium, group, h), count in (left - right).items()}
+def _difference(left: dict[Residency, int], right: dict[Residency, int]) -> dict[str, int]:
+    more = Counter(left) - Counter(right)
+    return {f"{medium}/{group}/{str(h)[-6:]}": count for (medium, group, h), count in more.items()}
 
 
-def check_tier_contents(run: Run) -> None:
+def check_tier_contents(run: Run, views: Sequence[PoolView]) -> None:
     """I6: what became findable in the lower tier since the last look holds the right bytes on every rank."""
-    for name, pool, memories in run.lower_pools():
-        now = {(block.block_id, key) for block in pool.blocks for key, _ in pool.get_keys(block)}
-        for block_id, key in sorted(now - run.seen_entries.get(name, set())):
+    for view, (name, _, memories) in zip(views, run.lower_pools(), strict=True):
+        seen = run.seen_entries.get(name)
+        if seen == view.entries:
+            continue
+        for block_id, key in sorted(set(view.entries).difference(seen or ())):
             for rank, memory in enumerate(memories):
                 check_page(run, f"rank {rank}, {name}", memory.page(block_id), key)
-        run.seen_entries[name] = now
+        run.seen_entries[name] = view.entries
 
 
 def check_page(run: Run, where: str, page: object, key: bytes) -> None:
@@ -211,17 +274,17 @@ def check_page(run: Run, where: str, page: object, key: bytes) -> None:
 def check_bounds(run: Run) -> None:
     """I8: limits on running requests, queues and buffers hold."""
     scheduler = run.scheduler
-    require(
-        len(scheduler.running) <= run.params.max_num_seqs,
-        "I8",
-        f"{len(scheduler.running)} requests run, {run.params.max_num_seqs} may",
-    )
+    if len(scheduler.running) > run.params.max_num_seqs:
+        raise SimFailure("I8", f"{len(scheduler.running)} requests run, {run.params.max_num_seqs} may")
     ids = [request.request_id for request in scheduler.running]
     for queue in (scheduler.waiting, scheduler.deferred_waiting, scheduler.kv_holding_waiting):
         ids += [request.request_id for request in queue]
-    require(len(ids) == len(set(ids)), "I8", f"a request is in two queues: {sorted(ids)}")
-    lost = {r for r, request in scheduler.requests.items() if not request.is_finished()} - set(ids)
-    require(not lost, "I8", f"requests in no queue: {sorted(lost)}")
+    queued = set(ids)
+    if len(ids) != len(queued):
+        raise SimFailure("I8", f"a request is in two queues: {sorted(ids)}")
+    lost = [r for r, request in scheduler.requests.items() if r not in queued and not request.is_finished()]
+    if lost:
+        raise SimFailure("I8", f"requests in no queue: {sorted(lost)}")
     if run.host_pool is not None:
         transfers = [t for t in run.store_transfers() if not t.ended]
         staged = sum(len(t) for t in transfers if t.state is not TransferState.PLANNED)

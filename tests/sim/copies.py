@@ -107,6 +107,9 @@ class Lanes:
         inner, outer = (self.host, self.disk) if job.is_move else (self.device, self.host)
         source_memory, target_memory = (inner, outer) if job.is_store else (outer, inner)
         source, target = source_memory.page(source_id), target_memory.page(target_id)
+        if source.bad and not job.is_store:
+            job.failed = job.bad_source = True
+            return
         target.copy_slot(source, job.slot)
         job.slot += 1
         if job.slot >= max(1, len(source.slots)):

@@ -31,16 +31,23 @@ def versioned(stamp: int, version: int) -> int:
 class Page:
     """The bytes of one block: whose rows they are, and the rows."""
 
-    __slots__ = ("group", "slots")
+    __slots__ = ("bad", "group", "slots")
 
     def __init__(self) -> None:
         self.group = NO_GROUP
         self.slots: list[int] = []
+        self.bad = False
+        """The medium has lost these bytes, and copies that bring them upwards notice it."""
 
     def poison(self) -> None:
         """Make every row useless."""
         self.group = NO_GROUP
         self.slots = []
+
+    def spoil(self) -> None:
+        """Lose the bytes until others are written."""
+        self.poison()
+        self.bad = True
 
     def write(self, group: int, size: int, slot: int, stamp: int) -> None:
         """Write one row; rows of another group in this block are gone."""
@@ -55,6 +62,7 @@ class Page:
 
     def copy_slot(self, source: Page, slot: int) -> None:
         """Take over one row of another page, whatever group it is of."""
+        self.bad = False
         if self.group != source.group or len(self.slots) != len(source.slots):
             self.group = source.group
             self.slots = [POISON] * len(source.slots)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.sim.checkers import check_all
+from tests.sim.checkers import check_after, check_all
 from tests.sim.checkers_end import check_rest
 from tests.sim.failure import SimFailure, require
 from tests.sim.params import draw_params
@@ -56,8 +56,8 @@ def _run(seed: int, ticks: int, actions: Sequence[Action] | None) -> Result:
             else:
                 action = actions[tick]
             result.actions.append(action)
-            run.act(*action)
-            check_all(run)
+            run.act(*action, is_enabled=actions is None)
+            check_after(run, action[0])
             result.ticks += 1
         result.marks = run.marks.counts
         result.requests = len(run.truths)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from tests.sim.failure import require
+from tests.sim.failure import SimFailure, require
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_event_publisher import EventPublisher
 from vllm.distributed.kv_event_types import (
@@ -45,7 +44,7 @@ class Consumer:
 
     def __init__(self, publisher: CapturingPublisher) -> None:
         self._publisher = publisher
-        self.counts: Counter[Residency] = Counter()
+        self.counts: dict[Residency, int] = {}
         self.stored: list[BlockStored] = []
         """Announcements not checked against the requests' tokens yet."""
 
@@ -59,23 +58,27 @@ class Consumer:
                     self.stored.append(event)
                 self._apply(self.counts, event)
 
-    def with_pending(self, pending: Iterable[AnyKVCacheEvent]) -> Counter[Residency]:
+    def with_pending(self, pending: Sequence[AnyKVCacheEvent]) -> dict[Residency, int]:
         """What the consumer will know once the events still queued have arrived."""
-        counts = Counter(self.counts)
+        if not pending:
+            return self.counts
+        counts = dict(self.counts)
         for event in pending:
             self._apply(counts, event)
         return counts
 
     @staticmethod
-    def _apply(counts: Counter[Residency], event: object) -> None:
+    def _apply(counts: dict[Residency, int], event: object) -> None:
         if isinstance(event, BlockStored):
             require(bool(event.block_hashes), "I7", "BlockStored without a hash")
             for block_hash in event.block_hashes:
-                counts[str(event.medium), event.group_idx or 0, block_hash] += 1
+                key = (str(event.medium), event.group_idx or 0, block_hash)
+                counts[key] = counts.get(key, 0) + 1
         elif isinstance(event, BlockRemoved):
             for block_hash in event.block_hashes:
                 key = (str(event.medium), event.group_idx or 0, block_hash)
-                require(counts[key] > 0, "I7", f"BlockRemoved of {key}, which was never stored")
+                if counts.get(key, 0) <= 0:
+                    raise SimFailure("I7", f"BlockRemoved of {key}, which was never stored")
                 counts[key] -= 1
                 if counts[key] == 0:
                     del counts[key]

@@ -24,12 +24,26 @@ from vllm.v1.core.sched.lifecycle import RequestLifecycle
 from vllm.v1.core.sched.remote_wait import RemoteWaits
 from vllm.v1.core.sched.results import Results
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.simple_kv_offload.disk_tier import Moves
+from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.lookup import Promises
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.store_side import StoreSide
 from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer
 
 Mutant = Callable[[], AbstractContextManager[object]]
+
+
+class _Gone:
+    """In the place of a lease that was let go too early: the blocks are known, but nothing holds them."""
+
+    def __init__(self, lease: Any) -> None:
+        self.blocks = list(lease.blocks)
+        self.evicted = lease.evicted
+        lease.release()
+
+    def release(self, *_: Any, **__: Any) -> None:
+        """Nothing is left to release."""
 
 
 def _replaced(owner: type, name: str, make: Callable[[Any], Any]) -> Mutant:
@@ -78,11 +92,7 @@ def _release_before_the_copy_ends(original: Any) -> Any:
     def submit(self: Any) -> None:
         original(self)
         for side in ("_device", "_tier"):
-            lease = getattr(self, side)
-            blocks = list(lease.blocks)
-            lease.release()
-            object.__setattr__(self, side, Lease(lease._pool, (), "gone"))
-            getattr(self, side)._blocks = blocks
+            object.__setattr__(self, side, _Gone(getattr(self, side)))
 
     return submit
 
@@ -131,10 +141,7 @@ def _copy_reads_late(original: Any) -> Any:
     def store(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for transfer in self.planned[-1:]:
-            blocks = list(transfer._device.blocks)
-            transfer._device.release()
-            transfer._device = Lease(self.stores.device, (), "late reader")
-            transfer._device._blocks = blocks
+            transfer._device = _Gone(transfer._device)
 
     return store
 
@@ -391,6 +398,28 @@ def _goes_idle_too_early(original: Any) -> Any:
     return lambda self: False
 
 
+def _lost_keys_are_moved(original: Any) -> Any:
+    """TIER-01: the target of a move gets keys that its source has lost since the move was planned."""
+    del original
+
+    def commit(self: Any, transfer: Any) -> None:
+        for slot, keys in zip(transfer.tier_blocks, transfer.keys, strict=True):
+            self.target.commit(slot, [staged for staged in keys if not self.target.contains(staged.key)])
+
+    return commit
+
+
+def _source_of_a_load_is_let_go(original: Any) -> Any:
+    """XFER-04 for loads: the slots below are let go when the load is planned, not when it has ended."""
+
+    def start(self: Any, request: Any, pairs: Any, *, deliverable: bool) -> None:
+        original(self, request, pairs, deliverable=deliverable)
+        transfer = self.loads[request.request_id].transfer
+        transfer._tier = _Gone(transfer._tier)
+
+    return start
+
+
 MUTANTS: dict[str, Mutant] = {
     "none": nullcontext,
     "no lease on a hit": _no_lease_on_a_hit,
@@ -426,5 +455,7 @@ MUTANTS: dict[str, Mutant] = {
     "abort frees under a load": _replaced(RequestLifecycle, "_release_finished", _abort_frees_under_a_load),
     "end of an aborted load is lost": _replaced(Results, "_end_receiving", _end_of_an_aborted_load_is_lost),
     "hole in what is stored": _replaced(StoreSide, "plan", _hole_in_what_is_stored),
+    "lost keys are moved": _replaced(Moves, "_commit", _lost_keys_are_moved),
+    "source of a load is let go": _replaced(LoadSide, "_start", _source_of_a_load_is_let_go),
     "nothing stored at the end": _replaced(StoreSide, "finish_request", _nothing_stored_at_the_end),
 }

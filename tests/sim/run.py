@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
+from tests.sim.corruption import pages_below, spoil
 from tests.sim.device import RingGroup, StateGroup
 from tests.sim.events import Consumer
 from tests.sim.failure import SimFailure, require
@@ -22,7 +23,7 @@ from tests.sim.workload import Truth, Workload, make_request
 from tests.sim.world import build_world
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.outputs import RequestError
-from vllm.v1.core.block_hash import make_block_hash_with_group_id
+from vllm.v1.core.block_hash import BlockHashWithGroupId, make_block_hash_with_group_id
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,11 +46,12 @@ class Run(RunViews):
         self.worker = SimWorker(params, self.marks, self.fault)
         self.workload = Workload(params, self.streams.stream("workload"))
         self.truths: dict[str, Truth] = {}
+        self._open: dict[str, Truth] = {}
         self.requests: dict[str, Request] = {}
         self.steps: deque[Step] = deque()
         self.consumer = Consumer(self.world.publisher)
         self.registry = HashRegistry(self.world.hash_block_size)
-        self.seen_entries: dict[str, set[tuple[int, bytes]]] = {}
+        self.seen_entries: dict[str, list[tuple[int, BlockHashWithGroupId]]] = {}
         self.must_be_stored: set[bytes] = set()
         self.store_excuse: str | None = None
         """Why something may rightly be missing below: no room, a fault, a reset."""
@@ -90,7 +92,9 @@ class Run(RunViews):
 
     def live(self) -> list[Truth]:
         """Requests whose client still waits."""
-        return [truth for truth in self.truths.values() if not truth.done]
+        for request_id in [request_id for request_id, truth in self._open.items() if truth.done]:
+            del self._open[request_id]
+        return list(self._open.values())
 
     def fault(self, site: str, rng: random.Random) -> bool:
         """Whether the fault at this site happens now."""
@@ -106,7 +110,7 @@ class Run(RunViews):
     def enabled(self) -> dict[str, int]:
         """Actions that make sense now, with their weights."""
         weights: dict[str, int] = {"tick": 4}
-        live = len(self.live())
+        live, lanes = len(self.live()), self.worker.lanes
         if live < LIVE_REQUESTS_MAX:
             weights["arrive"] = 80 if live < 3 else 30
         if live and "abort" not in self.params.actions_off:
@@ -117,10 +121,11 @@ class Run(RunViews):
             weights["execute"] = 120
         if self.steps and self.steps[0].executed:
             weights["finish"] = 120
-        if any(lanes.movable() for lanes in self.worker.lanes):
-            weights["copy"] = 100
-        if any(job.stalled for lanes in self.worker.lanes for job in lanes.running):
-            weights["unstall"] = 10
+        if any(lane.running for lane in lanes):
+            if any(lane.movable() for lane in lanes):
+                weights["copy"] = 100
+            if any(job.stalled for lane in lanes for job in lane.running):
+                weights["unstall"] = 10
         if "poison" in self.params.faults:
             weights["poison"] = 20
         if "reset" not in self.params.actions_off:
@@ -131,9 +136,9 @@ class Run(RunViews):
             weights["pause"] = 5 if self.scheduler.pause_state is PauseState.UNPAUSED else 40
         return weights
 
-    def act(self, name: str, place: int) -> None:
+    def act(self, name: str, place: int, *, is_enabled: bool = False) -> None:
         """Take one action; one that is not possible (any more) does nothing."""
-        if name not in self.enabled():
+        if not is_enabled and name not in self.enabled():
             return
         rng = self.streams.stream(f"{place}/{name}")
         try:
@@ -150,7 +155,7 @@ class Run(RunViews):
         truth = self.workload.draw(rng)
         if truth.request_id in self.truths:
             return
-        self.truths[truth.request_id] = truth
+        self.truths[truth.request_id] = self._open[truth.request_id] = truth
         self.worker.identities[truth.request_id] = (truth.salt, truth.adapter)
         request = make_request(truth, self.world.clock.time(), self.world.hasher)
         self.requests[truth.request_id] = request
@@ -184,11 +189,9 @@ class Run(RunViews):
             self.marks.hit("abort with a store in flight")
 
     def _do_schedule(self, rng: random.Random) -> None:
-        before = dict.fromkeys(self.scheduler.requests)
         preempted_before = {r: q.num_preemptions for r, q in self.scheduler.requests.items()}
         running_stores = any(not t.ended for t in self.store_transfers())
         output = self.scheduler.schedule()
-        del before
         self._check_step(output)
         step = Step(output, self.worker.version, shadowed=any(ahead.fails for ahead in self.steps))
         self.steps.append(step)
@@ -232,24 +235,16 @@ class Run(RunViews):
         """I8 for one step, and I10's idle steps."""
         params, counts = self.params, output.num_scheduled_tokens
         total = sum(counts.values())
-        require(
-            total == output.total_num_scheduled_tokens,
-            "I8",
-            f"total {output.total_num_scheduled_tokens} != {total}",
-        )
-        require(
-            total <= params.max_num_batched_tokens,
-            "I8",
-            f"{total} tokens in a step of {params.max_num_batched_tokens}",
-        )
-        require(
-            len(counts) <= params.max_num_seqs,
-            "I8",
-            f"{len(counts)} requests in a step of {params.max_num_seqs}",
-        )
-        require(all(count > 0 for count in counts.values()), "I8", f"a request without tokens in {counts}")
-        if self.scheduler.pause_state is PauseState.PAUSED_ALL:
-            require(not counts, "I8", f"{sorted(counts)} scheduled while all is paused")
+        if total != output.total_num_scheduled_tokens:
+            raise SimFailure("I8", f"total {output.total_num_scheduled_tokens} != {total}")
+        if total > params.max_num_batched_tokens:
+            raise SimFailure("I8", f"{total} tokens in a step of {params.max_num_batched_tokens}")
+        if len(counts) > params.max_num_seqs:
+            raise SimFailure("I8", f"{len(counts)} requests in a step of {params.max_num_seqs}")
+        if min(counts.values(), default=1) <= 0:
+            raise SimFailure("I8", f"a request without tokens in {counts}")
+        if counts and self.scheduler.pause_state is PauseState.PAUSED_ALL:
+            raise SimFailure("I8", f"{sorted(counts)} scheduled while all is paused")
         for new in output.scheduled_new_reqs:
             truth = self.truths[new.req_id]
             tokens = list(new.prefill_token_ids or new.prompt_token_ids or ())
@@ -269,9 +264,8 @@ class Run(RunViews):
 
     def _count_idle(self, busy: bool) -> None:
         """I10: steps without tokens although requests wait and nothing is under way that could free them."""
-        waiting = any(not truth.done for truth in self.truths.values())
         paused = self.scheduler.pause_state is not PauseState.UNPAUSED
-        if busy or not waiting or paused or self.worker.copying() or self.steps:
+        if busy or paused or self.steps or self.worker.copying() or not self.live():
             self.idle_steps = 0
             return
         self.idle_steps += 1
@@ -345,12 +339,14 @@ class Run(RunViews):
             return
         combined = self.world.aggregator.aggregate(outputs)
         assert combined is not None
-        self._inject_nan(step, combined, rng)
+        corrupted = self._inject_nan(step, combined, rng)
+        lost = () if corrupted is None else pages_below(self, corrupted)
         report = combined.kv_connector_output
         failed = set() if report is None else set(report.failed_recving)
         for request_id in failed:
             self._note_failed_load(request_id)
         self._take(self.scheduler.update_from_output(step.output, combined))
+        spoil(self, lost)
 
     def _fail_step(self, step: Step, outputs: list) -> None:
         for request_id in step.output.num_scheduled_tokens:
@@ -361,15 +357,17 @@ class Run(RunViews):
         error = RequestError("step_failed", "the step failed")
         self._take(self.scheduler.fail_step(step.output, error))
 
-    def _inject_nan(self, step: Step, combined: object, rng: random.Random) -> None:
+    def _inject_nan(self, step: Step, combined: object, rng: random.Random) -> Request | None:
         sampled = [request_id for request_id, tokens in step.sampled.items() if tokens]
         if not sampled or not self.fault("nan", rng):
-            return
+            return None
         victim = rng.choice(sampled)
-        if not self.truths[victim].done and not self.requests[victim].is_finished():
-            self.truths[victim].ended_by = "NaN"
-            combined.num_nans_in_logits = {victim: 1}
-            self.marks.hit("NaN logits")
+        if self.truths[victim].done or self.requests[victim].is_finished():
+            return None
+        self.truths[victim].ended_by = "NaN"
+        combined.num_nans_in_logits = {victim: 1}
+        self.marks.hit("NaN logits")
+        return self.requests[victim]
 
     def _note_failed_load(self, request_id: str) -> None:
         truth = self.truths[request_id]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tests.sim.content import NONSENSE, Chain, next_token, root
 from tests.sim.copies import CopyJob, Lanes
 from tests.sim.device import Memory, Rows, forward, make_groups
-from tests.sim.failure import require
+from tests.sim.failure import SimFailure, require
 from tests.sim.marks import Marks
 from tests.sim.params import SimParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -325,23 +325,19 @@ class SimWorker:
         for rank, lanes in enumerate(self.lanes):
             written: dict[tuple[str, int], str] = {}
             for job in lanes.running:
-                tier = _target_tier(job)
+                tier, name = _target_tier(job), job.name
                 for _, target in job.pairs if tier else ():
-                    writer = written.setdefault((tier, target), job.name)
-                    require(
-                        writer == job.name,
-                        "I3",
-                        f"rank {rank}: {writer} and {job.name} write {tier} block {target}",
-                    )
+                    writer = written.setdefault((tier, target), name)
+                    if writer != name:
+                        what = f"{writer} and {name} write {tier} block {target}"
+                        raise SimFailure("I3", f"rank {rank}: {what}")
             for job in lanes.running:
                 tier = _source_tier(job)
                 for source, _ in job.pairs[job.done_pairs :] if tier else ():
                     both = written.get((tier, source))
-                    require(
-                        both is None,
-                        "I3",
-                        f"rank {rank}: {job.name} reads {tier} block {source}, {both} writes it",
-                    )
+                    if both is not None:
+                        what = f"{job.name} reads {tier} block {source}, {both} writes it"
+                        raise SimFailure("I3", f"rank {rank}: {what}")
 
     # --- reports --------------------------------------------------------------------------------------------------
 
@@ -368,7 +364,7 @@ class SimWorker:
         received = set(failed)
         for job in jobs:
             if job.is_move:
-                self._report_move(meta, job)
+                self._report_move(rank, meta, job)
                 continue
             if job.is_store:
                 counts = meta.failed_store_events if job.failed else meta.completed_store_events
@@ -383,6 +379,8 @@ class SimWorker:
                 self.marks.hit("failed load")
             if lost and job.bad_source:
                 meta.bad_cpu_blocks.add(job.pairs[job.done_pairs][0])
+                # From now on: what was read before it was told of may still have been right.
+                self.hosts[rank].page(job.pairs[job.done_pairs][0]).spoil()
                 self.marks.hit("lost block reported")
             if job.event in self._load_order:
                 if self._load_order[0] != job.event:
@@ -392,7 +390,7 @@ class SimWorker:
             finished_recving=received or None, failed_recving=failed, kv_connector_worker_meta=meta
         )
 
-    def _report_move(self, meta: SimpleCPUOffloadWorkerMetadata, job: CopyJob) -> None:
+    def _report_move(self, rank: int, meta: SimpleCPUOffloadWorkerMetadata, job: CopyJob) -> None:
         if job.is_store:
             counts = meta.failed_moves_down if job.failed else meta.completed_moves_down
             self.marks.hit("move down failed" if job.failed else "move down")
@@ -401,6 +399,7 @@ class SimWorker:
             self.marks.hit("move up failed" if job.failed else "move up")
             if job.failed and job.bad_source:
                 meta.bad_disk_blocks.add(job.pairs[job.done_pairs][0])
+                self.disks[rank].page(job.pairs[job.done_pairs][0]).spoil()
         counts[job.event] = 1
 
     def runner_outputs(self, step: Step) -> list[ModelRunnerOutput]:

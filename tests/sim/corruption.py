@@ -1,0 +1,37 @@
+"""What a request with NaN logits leaves below the device: pages that nobody may find again, whose bytes are lost here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tests.sim.failure import require
+from tests.sim.views import RunViews
+from vllm.v1.core.block_hash import BlockHashWithGroupId, make_block_hash_with_group_id
+from vllm.v1.request import Request
+
+Place = tuple[str, int, BlockHashWithGroupId]
+"""(tier, block id, key)"""
+
+
+def pages_below(run: RunViews, request: Request) -> list[Place]:
+    """Where the tiers below hold a prefix of the request, in any group."""
+    groups = range(len(run.worker.groups))
+    keys = {make_block_hash_with_group_id(h, group) for h in request.block_hashes for group in groups}
+    return [
+        (name, block.block_id, key)
+        for name, pool, _ in run.lower_pools()
+        for block in pool.blocks
+        for key, _ in pool.get_keys(block)
+        if key in keys
+    ]
+
+
+def spoil(run: RunViews, places: Iterable[Place]) -> None:
+    """I6: none of them is findable any more; from now on their bytes are wrong, also for copies under way."""
+    tiers = {name: (pool, memories) for name, pool, memories in run.lower_pools()}
+    for name, block_id, key in places:
+        pool, memories = tiers[name]
+        kept = pool.cached_block_hash_to_block.contain(key, block_id)
+        require(not kept, "I6", f"{name} block {block_id} stays findable after NaN logits of its request")
+        for memory in memories:
+            memory.page(block_id).spoil()
