@@ -15,6 +15,7 @@ from vllm.v1.simple_kv_offload.metadata import (
     DiskOrder,
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorkerMetadata,
+    Timings,
 )
 
 logger = init_logger(__name__)
@@ -25,6 +26,7 @@ class _OpenMove:
     """A move until its result is in. The backend fills ``events`` when it has taken the job."""
 
     event_idx: int
+    num_blocks: int = 0
     events: EventsList = field(default_factory=list)
 
     @property
@@ -58,7 +60,7 @@ class _Direction:
         if self._backend is None:
             self._failed.append(order.event)
             return
-        move = _OpenMove(order.event)
+        move = _OpenMove(order.event, len(order.src_blocks))
         self.open.append(move)
         self._backend.launch_copy(
             order.src_blocks, order.dst_blocks, self._is_store, order.event, move.events
@@ -70,7 +72,9 @@ class _Direction:
         if order.event != INVALID_JOB_ID:
             self._failed.append(order.event)
 
-    def collect(self, completed: dict[int, int], failed: dict[int, int]) -> set[int]:
+    def collect(
+        self, completed: dict[int, int], failed: dict[int, int], timings: Timings | None = None
+    ) -> set[int]:
         """Enter what ended since the last call; returns sources with unusable content."""
         bad: set[int] = set()
         still_open = []
@@ -80,6 +84,9 @@ class _Direction:
                 still_open.append(move)
             elif result.error is None:
                 completed[move.event_idx] = 1
+                if timings is not None and result.seconds is not None:
+                    timings.disk_seconds += result.seconds
+                    timings.disk_blocks += move.num_blocks
             else:
                 failed[move.event_idx] = 1
                 bad |= result.bad_blocks
@@ -120,7 +127,7 @@ class DiskMoves:
     def report_to(self, report: SimpleCPUOffloadWorkerMetadata) -> None:
         """Enter what ended since the last call."""
         self._down.collect(report.completed_moves_down, report.failed_moves_down)
-        bad = self._up.collect(report.completed_moves_up, report.failed_moves_up)
+        bad = self._up.collect(report.completed_moves_up, report.failed_moves_up, report.timings)
         report.bad_disk_blocks |= bad
         if self.keeper is not None:
             report.kept_lost |= self.keeper.take_lost()

@@ -16,10 +16,12 @@ from vllm.utils.clock import Clock
 from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.kv_cache_block import KVCacheBlock
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.simple_kv_offload.chain_index import ChainIndex
 from vllm.v1.simple_kv_offload.disk_kept import KeptIndex
 from vllm.v1.simple_kv_offload.metadata import DiskOrder
 from vllm.v1.simple_kv_offload.records import DiskCounts, Ledger
+from vllm.v1.simple_kv_offload.speed import SpeedCheck
 from vllm.v1.simple_kv_offload.store_policy import (
     Candidate,
     Selection,
@@ -67,6 +69,8 @@ class _Wait:
     leases: list[Lease]
     transfers: list[Transfer]
     num_promoted: int
+    num_beyond: int
+    """Tokens that it asked for behind what the host tier had."""
 
     @property
     def arrived(self) -> bool:
@@ -161,7 +165,9 @@ class DiskChain:
     for requests that have not read it yet never takes more than half of the host tier.
     """
 
-    def __init__(self, host: Tier, disk: Tier, find: Find, settings: DiskSettings, clock: Clock) -> None:
+    def __init__(
+        self, host: Tier, disk: Tier, find: Find, settings: DiskSettings, clock: Clock, speed: SpeedCheck
+    ) -> None:
         self.host = host
         self.disk = disk
         self.clock = clock
@@ -170,6 +176,7 @@ class DiskChain:
         self.counts = DiskCounts()
         self.writes_off = False
         self._find = find
+        self._speed = speed
         self._settings = settings
         self._leaving: set[BlockHashWithGroupId] = set()
         self._stores = Stores(host.pool, disk, self._leaving, (), settings.hash_block_size)
@@ -217,16 +224,27 @@ class DiskChain:
                 lease.release()
             wait.leases = []
 
+    def tokens_from_disk(self, request_id: str, max_tokens: int, num_accepted: int) -> int:
+        """How many of the tokens that the request takes came up for it; it asked for ``max_tokens`` at most."""
+        wait = self._waits.get(request_id)
+        if wait is None:
+            return 0
+        return max(0, min(num_accepted, wait.num_beyond - (max_tokens - num_accepted)))
+
     def forget_request(self, request_id: str) -> None:
         """The request was admitted, or it ended. What is coming up for it still arrives."""
         self.promised(request_id)
         self._waits.pop(request_id, None)
 
     def _start(self, request_id: str, hashes: Sequence[BlockHash], max_tokens: int) -> _Wait | None:
-        found = self._affordable(hashes, max_tokens)
-        if found is None:
+        affordable = self._affordable(hashes, max_tokens)
+        if affordable is None:
             return None
+        found, num_tokens, host_tokens = affordable
         missing = self._missing(found)
+        gained = num_tokens - host_tokens
+        if self._speed.declines_hit(request_id, CacheHitSource.DISK, len(missing), gained):
+            return None
         below = {block.block_id for group in found for block in group if block.pool is self.disk.pool}
         arriving = [self._arriving[block_id] for block_id in sorted(below & self._arriving.keys())]
         owner = f"promotion for {request_id}"
@@ -242,7 +260,8 @@ class DiskChain:
             transfer = self._plan_up(missing, owner)
             leases.append(Lease(self.host.pool, transfer.tier_blocks, owner))
             transfers.append(transfer)
-        wait = _Wait(self.clock.monotonic(), leases, transfers, len(missing))
+        wait = _Wait(self.clock.monotonic(), leases, transfers, len(missing), max_tokens - host_tokens)
+        self.counts.waits += 1
         self._waits[request_id] = wait
         return wait
 
@@ -263,8 +282,11 @@ class DiskChain:
 
     def _affordable(
         self, hashes: Sequence[BlockHash], max_tokens: int
-    ) -> tuple[Sequence[KVCacheBlock], ...] | None:
-        """The longest prefix over both tiers that is longer than the host's and fits into the room for it."""
+    ) -> tuple[tuple[Sequence[KVCacheBlock], ...], int, int] | None:
+        """The longest prefix over both tiers that is longer than the host's and fits into the room for it.
+
+        Its blocks and tokens, and the tokens of the host's own.
+        """
         host_tokens = self.host.find(hashes, max_tokens)[1]
         promoted = sum(wait.num_promoted for wait in self._waits.values())
         room = min((self.host.num_blocks - 1) // 2 - promoted, self.host.num_stageable // 2)
@@ -273,7 +295,7 @@ class DiskChain:
             if num_tokens <= host_tokens:
                 return None
             if len(self._missing(blocks)) <= room:
-                return blocks
+                return blocks, num_tokens, host_tokens
             max_tokens = host_tokens + (num_tokens - host_tokens) // 2
         return None
 

@@ -51,6 +51,8 @@ class LoadSide:
         self.lost_events: set[int] = set()
         self.ledger = Ledger()
         self.failures = 0
+        self.num_loads = 0
+        """Loads so far, each of one request."""
         self._tier = tier
         self._device = device
         self._promises = promises
@@ -95,6 +97,7 @@ class LoadSide:
         transfer = Transfer(owner, target, source, request_id=request.request_id)
         self.loads[request.request_id] = Load(request, transfer, deliverable=deliverable)
         self.ledger.scheduled += len(pairs)
+        self.num_loads += 1
 
     def order(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Put the accepted loads into the step's orders, under one event."""

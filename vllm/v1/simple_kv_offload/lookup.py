@@ -64,6 +64,11 @@ class Promises:
         self._by_request[request.request_id] = Promise(local_tokens, num_tokens, blocks, lease)
         return num_tokens
 
+    def num_blocks(self, request_id: str) -> int:
+        """Slots that the request's promise would read."""
+        promise = self._by_request.get(request_id)
+        return 0 if promise is None else len(promise.lease.blocks)
+
     def searchable(self, request: Request, local_tokens: int) -> tuple[Sequence[BlockHash], int] | None:
         """Hashes behind the local prefix and the tokens that a hit may have at most; None if nothing may be loaded."""
         max_tokens = request.num_tokens - 1 - local_tokens

@@ -43,6 +43,7 @@ from vllm.v1.simple_kv_offload.records import (
     TransferMeta,
 )
 from vllm.v1.simple_kv_offload.reporting import StatsReporter
+from vllm.v1.simple_kv_offload.speed import SpeedCheck, checked_tiers
 from vllm.v1.simple_kv_offload.store_policy import (
     StoreRequestState,
     find_endangered,
@@ -59,6 +60,9 @@ from vllm.v1.simple_kv_offload.tier_plan import (
 from vllm.v1.simple_kv_offload.views import ManagerViews
 
 logger = init_logger(__name__)
+
+PREFILL_TOKENS_MIN = 16
+"""Prompt tokens of a step below which its time says little about computing prompts."""
 
 
 class SimpleCPUOffloadScheduler(ManagerViews):
@@ -128,6 +132,11 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             vllm_config.parallel_config.decode_context_parallel_size,
         )
         self.lazy_cursor_id: int | None = None
+        self.source = CacheHitSource.DISK if is_disk else CacheHitSource.HOST
+        checked = checked_tiers(policy.decline_slow_tier, self.source, disk_tier_bytes > 0)
+        self.speed = SpeedCheck(checked, self.source)
+        # Tokens that requests which are not admitted yet have asked for last.
+        self._asked: dict[str, int] = {}
         self.chain = self._make_chain(
             kv_cache_config, disk_tier_bytes, disk_wait_s, disk_persist, clock or MonotonicClock()
         )
@@ -159,7 +168,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         depth = max(self.target_free, self.tier.num_blocks // 8)
         settings = DiskSettings(self.hash_block_size, self.expected_worker_count, depth, wait_s, is_kept)
         logger.info("KV offload: %d disk blocks per rank below them", num_blocks)
-        return DiskChain(self.tier, disk, chain_finder(self.tier, disk), settings, clock)
+        return DiskChain(self.tier, disk, chain_finder(self.tier, disk), settings, clock, self.speed)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Called once, before any request: the pool whose blocks are copied."""
@@ -206,10 +215,15 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         chain = self.chain
         if chain is not None and self._must_wait(chain, request, num_computed_tokens):
             return None, False
+        request_id = request.request_id
         num_tokens = self.promises.lookup(request, num_computed_tokens)
         if chain is not None:
-            chain.promised(request.request_id)
-        self.reporter.looked_up(max(0, request.num_tokens - 1 - num_computed_tokens))
+            chain.promised(request_id)
+        num_blocks = self.promises.num_blocks(request_id)
+        if num_tokens and self.speed.declines_hit(request_id, self.source, num_blocks, num_tokens):
+            self.promises.withdraw(request_id)
+            num_tokens = 0
+        self._asked[request_id] = max(0, request.num_tokens - 1 - num_computed_tokens)
         return num_tokens, num_tokens > 0
 
     def _must_wait(self, chain: DiskChain, request: Request, num_computed_tokens: int) -> bool:
@@ -231,15 +245,28 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """The request was admitted with so many of the promised tokens; called again with 0 later."""
+        request_id = request.request_id
         self.store_side.track(request)
-        self._tell_missed(request)
-        if self.chain is not None:
-            self.chain.forget_request(request.request_id)
+        num_asked = self._asked.pop(request_id, None)
+        if num_asked is not None:  # the first call of this admission
+            self.reporter.looked_up(num_asked)
+            self._tell_missed(request)
         if num_external_tokens > 0:
+            from_disk = 0
+            if self.chain is not None and num_asked is not None:
+                from_disk = self.chain.tokens_from_disk(request_id, num_asked, num_external_tokens)
             self.load_side.accept(request, blocks, num_external_tokens)
-            self.reporter.accepted(num_external_tokens)
+            self.reporter.accepted(num_external_tokens, from_disk)
         else:
-            self.promises.withdraw(request.request_id)
+            self.promises.withdraw(request_id)
+        self._forget_asked(request_id)
+
+    def _forget_asked(self, request_id: str) -> None:
+        """The request was admitted or ended: what was found out for it while it asked is of no use any more."""
+        self._asked.pop(request_id, None)
+        self.speed.forget_request(request_id)
+        if self.chain is not None:
+            self.chain.forget_request(request_id)
 
     def _tell_missed(self, request: Request) -> None:
         """What an admitted request wants and the tiers lack; its own work after a preemption is no new demand."""
@@ -268,7 +295,20 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             metadata.move_up = self.chain.up.submit()
             if self.chain.kept is not None:
                 metadata.kept = self.chain.kept.order()
+        if self.speed.checked:
+            metadata.measures = True
+            metadata.prefill_tokens = self._prefill_tokens(scheduler_output)
         return metadata
+
+    def _prefill_tokens(self, scheduler_output: SchedulerOutput) -> int:
+        """The step's tokens if most of them belong to prompts and they are worth timing, else 0."""
+        prompt_tokens = 0
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            request = self.store_side.requests.get(request_id)
+            if request is not None and request.num_computed_tokens < request.num_prompt_tokens:
+                prompt_tokens += count
+        total = scheduler_output.total_num_scheduled_tokens
+        return total if prompt_tokens >= PREFILL_TOKENS_MIN and 2 * prompt_tokens > total else 0
 
     def plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         """Plan what the policy wants copied in this step."""
@@ -306,6 +346,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             self.store_side.report(report.failed_store_events, ok=False)
             self.store_side.report(report.completed_store_events, ok=True)
             self._update_chain(report)
+            self.speed.observe(report.timings)
         self.load_side.report(
             connector_output.finished_recving or (), connector_output.failed_recving or (), bad_slots
         )
@@ -352,8 +393,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         request_id = request.request_id
         self.promises.withdraw(request_id)
         self.load_side.finish_request(request_id)
-        if self.chain is not None:
-            self.chain.forget_request(request_id)
+        self._forget_asked(request_id)
         if request.status is RequestStatus.FINISHED_ERROR:
             poisoned = self.store_side.fail_request(request)
             if self.chain is not None:
@@ -396,6 +436,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         if self._store_side is None:
             return None
         stats = self.reporter.report(self.tier, self.store_side, self.load_side)
+        self.reporter.report_speed(stats, self.speed)
         if self.chain is not None:
             self.reporter.report_disk(stats, self.chain)
         return stats

@@ -30,6 +30,30 @@ class DiskOrder:
     dst_blocks: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Timings:
+    """What ranks measured: seconds of copies towards the device with the blocks that they moved, from the tier that the
+    device loads from and from the disk below it; and of steps with the prompt tokens that they computed."""
+
+    load_seconds: float = 0.0
+    load_blocks: int = 0
+    disk_seconds: float = 0.0
+    disk_blocks: int = 0
+    prefill_seconds: float = 0.0
+    prefill_tokens: int = 0
+
+    def plus(self, other: Timings) -> Timings:
+        """The sum, as a new record."""
+        return Timings(
+            self.load_seconds + other.load_seconds,
+            self.load_blocks + other.load_blocks,
+            self.disk_seconds + other.disk_seconds,
+            self.disk_blocks + other.disk_blocks,
+            self.prefill_seconds + other.prefill_seconds,
+            self.prefill_tokens + other.prefill_tokens,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class KeptSlot:
     """What a slot of the disk holds; without keys: nothing that may be found."""
@@ -89,6 +113,10 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     move_up: DiskOrder = field(default_factory=DiskOrder)
     """Disk → host."""
     kept: KeptOrder = field(default_factory=KeptOrder)
+    measures: bool = False
+    """Whether `Timings` are wanted."""
+    prefill_tokens: int = 0
+    """Prompt tokens that the step computes, if it is one worth timing."""
 
     def is_empty(self) -> bool:
         """True if the workers have nothing to do."""
@@ -122,6 +150,7 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
     failed_moves_up: dict[int, int] = field(default_factory=dict)
     bad_disk_blocks: set[int] = field(default_factory=set)
     kept_lost: bool = False
+    timings: Timings = field(default_factory=Timings)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> SimpleCPUOffloadWorkerMetadata:
         """The sum of both reports, as a new record."""
@@ -138,6 +167,7 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
             _add_counts(self.failed_moves_up, other.failed_moves_up),
             self.bad_disk_blocks | other.bad_disk_blocks,
             self.kept_lost or other.kept_lost,
+            self.timings.plus(other.timings),
         )
 
 

@@ -36,6 +36,16 @@ class MetricName:
     DISK_EVICTED_BLOCKS = "vllm:simple_kv_offload_disk_evicted_blocks_total"
     DISK_FAULTS = "vllm:simple_kv_offload_disk_faults_total"
     DISK_ACTIVE = "vllm:simple_kv_offload_disk_active"
+    TIER_HIT_TOKENS = "vllm:simple_kv_offload_tier_hit_tokens_total"
+    TIER_BYTES = "vllm:simple_kv_offload_tier_bytes_total"
+    TIER_WAITS = "vllm:simple_kv_offload_tier_waits_total"
+    TIER_FAILED_BLOCKS = "vllm:simple_kv_offload_tier_failed_blocks_total"
+    TIER_DECLINED_HITS = "vllm:simple_kv_offload_tier_declined_hits_total"
+    TIER_SLOW = "vllm:simple_kv_offload_tier_slow"
+    TIER_LOAD_SECONDS = "vllm:simple_kv_offload_tier_load_seconds_per_block"
+    PREFILL_SECONDS = "vllm:simple_kv_offload_prefill_seconds_per_token"
+    DECLINED_STORE_BLOCKS = "vllm:simple_kv_offload_declined_store_blocks_total"
+    CUT_STORE_PLANS = "vllm:simple_kv_offload_cut_store_plans_total"
 
 
 SAVE_OUTCOMES = (
@@ -85,6 +95,51 @@ _DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
         [],
         "1 while blocks are written to the disk tier, 0 once it is switched off.",
     ),
+    (
+        MetricName.TIER_HIT_TOKENS,
+        "Counter",
+        ["tier"],
+        "Tokens accepted for loading, by the tier that had them.",
+    ),
+    (
+        MetricName.TIER_BYTES,
+        "Counter",
+        ["tier", "direction"],
+        "Bytes stored in a tier and loaded from it, over all ranks.",
+    ),
+    (MetricName.TIER_WAITS, "Counter", ["tier"], "Requests that waited for blocks of the tier."),
+    (
+        MetricName.TIER_FAILED_BLOCKS,
+        "Counter",
+        ["tier", "direction"],
+        "Blocks whose copy to or from the tier failed.",
+    ),
+    (MetricName.TIER_DECLINED_HITS, "Counter", ["tier"], "Hits not used because computing is faster."),
+    (
+        MetricName.TIER_SLOW,
+        "Gauge",
+        ["tier"],
+        "1 if the last hit in the tier was slower to load than to compute.",
+    ),
+    (
+        MetricName.TIER_LOAD_SECONDS,
+        "Gauge",
+        ["tier"],
+        "Running mean of the seconds that a block takes towards the device.",
+    ),
+    (
+        MetricName.PREFILL_SECONDS,
+        "Gauge",
+        [],
+        "Running mean of the seconds that a prompt token takes to compute.",
+    ),
+    (
+        MetricName.DECLINED_STORE_BLOCKS,
+        "Counter",
+        ["reason"],
+        "Blocks left without a copy: offered too seldom (reuse), too many stores under way (queue), no slot (full).",
+    ),
+    (MetricName.CUT_STORE_PLANS, "Counter", [], "Store plans cut short by the bound on stores under way."),
 )
 
 

@@ -86,8 +86,9 @@ class StoreDeclines:
 
 @dataclass(slots=True)
 class DiskCounts:
-    """What went wrong with the disk: requests that waited in vain, failed reads, slots with wrong bytes."""
+    """Requests that waited for the disk, those that did so in vain, failed reads, slots with wrong bytes."""
 
+    waits: int = 0
     timeouts: int = 0
     failed_reads: int = 0
     bad_blocks: int = 0

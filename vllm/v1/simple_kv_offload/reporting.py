@@ -11,6 +11,7 @@ from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.metrics import OUTCOME_TO_FIELD, MetricName, SimpleCPUOffloadStats
 from vllm.v1.simple_kv_offload.records import Ledger
+from vllm.v1.simple_kv_offload.speed import SpeedCheck
 from vllm.v1.simple_kv_offload.store_side import StoreSide
 from vllm.v1.simple_kv_offload.tier import Tier
 
@@ -32,17 +33,20 @@ class StatsReporter:
             str(lazy_offload).lower(),
             str(num_blocks),
         )
+        self._source = CacheHitSource.DISK if is_disk else CacheHitSource.HOST
         self._lookup_tokens = 0
-        self._hit_tokens = 0
+        self._hit_tokens = {self._source: 0}
         self._reported: dict[tuple[str, tuple[str, ...]], int] = {}
 
     def looked_up(self, num_tokens: int) -> None:
         """A request asked for so many tokens."""
         self._lookup_tokens += num_tokens
 
-    def accepted(self, num_tokens: int) -> None:
-        """So many promised tokens were taken."""
-        self._hit_tokens += num_tokens
+    def accepted(self, num_tokens: int, num_from_disk: int = 0) -> None:
+        """So many promised tokens were taken, some of which came up from the disk below for this request."""
+        below = CacheHitSource.DISK
+        self._hit_tokens[self._source] += num_tokens - num_from_disk
+        self._hit_tokens[below] = self._hit_tokens.get(below, 0) + num_from_disk
 
     def report(self, tier: Tier, stores: StoreSide, loads: LoadSide) -> SimpleCPUOffloadStats:
         """Figures since the last call."""
@@ -60,13 +64,44 @@ class StatsReporter:
         self._add(stats, MetricName.LOAD_BLOCKS, loads.blocks_loaded)
         self._add(stats, MetricName.LOAD_FAILURES, loads.failures)
         self._add(stats, MetricName.LOOKUP_TOKENS, self._lookup_tokens)
-        self._add(stats, MetricName.HIT_TOKENS, self._hit_tokens)
+        self._add(stats, MetricName.HIT_TOKENS, sum(self._hit_tokens.values()))
+        declines = stores.declines
+        for reason, total in (
+            ("reuse", declines.reuse),
+            ("queue", declines.queue),
+            ("full", declines.full),
+        ):
+            self._add(stats, MetricName.DECLINED_STORE_BLOCKS, total, (reason,))
+        self._add(stats, MetricName.CUT_STORE_PLANS, declines.cut_plans)
+        self._report_tier(stats, self._source, loads.num_loads, (ledger, loads.ledger))
         self._add(stats, MetricName.EVICTED_BLOCKS, tier.evictions)
         stats.set_gauge(MetricName.USED_BLOCKS, tier.num_held)
         stats.set_gauge(MetricName.PENDING_STORE_BLOCKS, stores.num_pending_blocks)
         stats.set_gauge(MetricName.CACHED_ENTRIES, len(tier.pool.cached_block_hash_to_block))
         stats.set_gauge(MetricName.INFO, 1, self.info_labelvalues)
         return stats
+
+    def report_speed(self, stats: SimpleCPUOffloadStats, speed: SpeedCheck) -> None:
+        """Add what is known of the tiers whose speed is watched."""
+        for source, rate in speed.loads.items():
+            self._add(stats, MetricName.TIER_DECLINED_HITS, speed.declines[source], (source.value,))
+            stats.set_gauge(MetricName.TIER_SLOW, int(speed.is_slow[source]), (source.value,))
+            if rate.samples:
+                stats.set_gauge(MetricName.TIER_LOAD_SECONDS, rate.value, (source.value,))
+        if speed.prefill.samples:
+            stats.set_gauge(MetricName.PREFILL_SECONDS, speed.prefill.value)
+
+    def _report_tier(
+        self, stats: SimpleCPUOffloadStats, source: CacheHitSource, waits: int, ledgers: tuple[Ledger, Ledger]
+    ) -> None:
+        """What one tier did; ``ledgers`` of what it took in and of what it gave towards the device."""
+        tier = source.value
+        self._add(stats, MetricName.TIER_HIT_TOKENS, self._hit_tokens.get(source, 0), (tier,))
+        self._add(stats, MetricName.TIER_WAITS, waits, (tier,))
+        for direction, ledger in zip(("store", "load"), ledgers, strict=True):
+            labels = (tier, direction)
+            self._add(stats, MetricName.TIER_BYTES, ledger.done * self._block_bytes, labels)
+            self._add(stats, MetricName.TIER_FAILED_BLOCKS, ledger.failed, labels)
 
     def report_disk(self, stats: SimpleCPUOffloadStats, chain: DiskChain) -> None:
         """Add the figures of the disk below the tier."""
@@ -79,6 +114,7 @@ class StatsReporter:
             ):
                 self._add(stats, MetricName.DISK_MOVED_BLOCKS, total, (direction, result))
         counts = chain.counts
+        self._report_tier(stats, CacheHitSource.DISK, counts.waits, (chain.down.ledger, chain.up.ledger))
         for fault, total in (
             ("timeout", counts.timeouts),
             ("read", counts.failed_reads),

@@ -38,10 +38,12 @@ from vllm.v1.simple_kv_offload.metadata import (
     KeptInventory,
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorkerMetadata,
+    Timings,
 )
 from vllm.v1.simple_kv_offload.options import DEFAULT_TRANSFER_TIMEOUT_S, check_num_cpu_blocks
 from vllm.v1.simple_kv_offload.regions import LayerCache, device_regions
 from vllm.v1.simple_kv_offload.sizing import sync_num_offload_blocks_across_workers
+from vllm.v1.simple_kv_offload.timing import StepTimer
 
 logger = init_logger(__name__)
 
@@ -74,6 +76,7 @@ class _OpenCopy:
 
     event_idx: int
     req_ids: tuple[str, ...] = ()
+    num_blocks: int = 0
     events: EventsList = field(default_factory=list)
 
     def is_over(self) -> bool:
@@ -142,6 +145,8 @@ class SimpleCPUOffloadWorker:
         self._load_pending = False
         self._store_pending = False
         self._bad_slots: set[int] = set()
+        self._timer = StepTimer(self._clock, None)
+        self._measures = False
 
     # -- life cycle ---------------------------------------------------------------------------
 
@@ -152,6 +157,7 @@ class SimpleCPUOffloadWorker:
         """
         self.gpu_kv_caches = device_regions(self._kv_cache_config, kv_caches)
         self.device = next(iter(self.gpu_kv_caches.values())).device
+        self._timer = StepTimer(self._clock, self.device)
         block_bytes = bytes_per_block(self.gpu_kv_caches)
         capacity_blocks = max(1, self._capacity_bytes // block_bytes)
         own_blocks = choose_num_blocks(capacity_blocks, self._configured_blocks)
@@ -280,6 +286,8 @@ class SimpleCPUOffloadWorker:
         self._store_pending = metadata.store_event != INVALID_JOB_ID
         self._notice_lost_orders(metadata)
         self._undeliverable.update(metadata.failed_load_reqs)
+        self._measures = metadata.measures
+        self._timer.start(metadata.prefill_tokens)
         if self._moves is not None:
             self._moves.bind(metadata)
 
@@ -303,6 +311,7 @@ class SimpleCPUOffloadWorker:
         metadata, self._metadata = self._metadata, None
         if metadata is None:
             return
+        self._timer.drop()
         if self._moves is not None:
             self._moves.drop()
         if self._load_pending:
@@ -332,15 +341,15 @@ class SimpleCPUOffloadWorker:
         for req_ids, part in _split_by_request(metadata):
             if not req_ids:
                 continue
-            copy = _OpenCopy(metadata.load_event, req_ids)
+            sources = metadata.load_cpu_blocks[part]
+            copy = _OpenCopy(metadata.load_event, req_ids, len(sources))
             self._loads.append(copy)
-            self._launch(
-                copy, metadata.load_cpu_blocks[part], metadata.load_gpu_blocks[part], False, wait_event
-            )
+            self._launch(copy, sources, metadata.load_gpu_blocks[part], False, wait_event)
 
     def wait_for_save(self) -> None:
         """Start the step's store behind everything computed so far. Does not wait."""
         metadata = self._metadata
+        self._timer.stop()
         if metadata is None or not self._store_pending:
             return
         self._store_pending = False
@@ -383,6 +392,7 @@ class SimpleCPUOffloadWorker:
                 continue
             received.update(copy.req_ids)
             result = copy.result()
+            self._timer.loaded(result, copy.num_blocks)
             if result is not None and result.error is not None:
                 failed.update(copy.req_ids)
                 self._bad_slots |= result.bad_blocks
@@ -397,7 +407,7 @@ class SimpleCPUOffloadWorker:
     def build_connector_worker_meta(self) -> SimpleCPUOffloadWorkerMetadata | None:
         """Store events that ended on this rank since the last call, and unusable slots; None if nothing."""
         self._check_health()
-        report = SimpleCPUOffloadWorkerMetadata()
+        report = SimpleCPUOffloadWorkerMetadata(timings=self._timer.take())
         still_open = []
         for copy in self._stores:
             if not copy.is_over():
@@ -415,6 +425,8 @@ class SimpleCPUOffloadWorker:
         self._lost_stores = []
         if self._moves is not None:
             self._moves.report_to(report)
+        if not self._measures:
+            report.timings = Timings()
         report.bad_cpu_blocks, self._bad_slots = self._bad_slots, set()
         report.lost_load_events, self._lost_loads_to_report = self._lost_loads_to_report, set()
         if report == SimpleCPUOffloadWorkerMetadata():

@@ -7,6 +7,7 @@ or tiers. Layer L6.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,13 +49,20 @@ class CopyResult:
     ``resolve`` no byte of the targets changes any more.
     """
 
-    __slots__ = ("_done", "_resolving", "error", "guard")
+    __slots__ = ("_done", "_resolving", "_started_at", "error", "guard", "seconds")
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._resolving = threading.Lock()
         self.guard = threading.Lock()
         self.error: BaseException | None = None
+        self._started_at: float | None = None
+        self.seconds: float | None = None
+        """How long the copy itself took, once it is over; None where the mover does not tell."""
+
+    def begin(self) -> None:
+        """The mover starts with the copy now, after all waiting."""
+        self._started_at = time.monotonic()
 
     def query(self) -> bool:
         """True once the copy is over, well or badly."""
@@ -70,6 +78,8 @@ class CopyResult:
             if self._done.is_set():
                 return
             self.error = error
+            if self._started_at is not None and self.seconds is None:
+                self.seconds = time.monotonic() - self._started_at
             self._done.set()
 
     def give_up(self, error: BaseException, patience_s: float) -> bool:

@@ -35,14 +35,16 @@ from vllm.v1.simple_kv_offload.cuda_mem_ops import (
 class DeviceCopyResult(CopyResult):
     """A result that is decided by the device: once the copies are issued, only their event ends it."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_start")
 
     def __init__(self) -> None:
         super().__init__()
         self._event: torch.cuda.Event | None = None
+        self._start: torch.cuda.Event | None = None
 
-    def attach(self, event: torch.cuda.Event) -> None:
-        """The copies are in the stream, in front of this event."""
+    def attach(self, start: torch.cuda.Event, event: torch.cuda.Event) -> None:
+        """The copies are in the stream, between these events."""
+        self._start = start
         self._event = event
 
     def query(self) -> bool:
@@ -54,6 +56,8 @@ class DeviceCopyResult(CopyResult):
         try:
             if not event.query():
                 return False
+            if self._start is not None and self.seconds is None:
+                self.seconds = self._start.elapsed_time(event) / 1000
             self.resolve()
         except RuntimeError as error:  # the device reports a failed copy through its event
             self.resolve(error)
@@ -166,9 +170,11 @@ def _issuer(
                 stream.wait_event(job.wait_event)
             elif job.wait_event is not None:
                 job.wait_event.synchronize()
+            start = torch.cuda.Event(enable_timing=True)
+            start.record(stream)
             copy_blocks(job.src_blocks, job.dst_blocks, params)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(enable_timing=True)
             event.record(stream)
-            result.attach(event)
+            result.attach(start, event)
 
     return issue

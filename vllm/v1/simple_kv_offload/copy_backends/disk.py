@@ -162,6 +162,7 @@ class _DiskMover:
         self._check(job.dst_blocks, job.src_blocks)
         if job.wait_event is not None:
             job.wait_event.synchronize()
+        job.result.begin()
         for start, end in self._runs(job.src_blocks):
             buffer = self._staging()[: end - start]
             self._file.read(job.src_blocks[start], buffer)

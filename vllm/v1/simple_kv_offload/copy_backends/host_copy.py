@@ -39,6 +39,7 @@ class HostCopier:
         """The whole job: wait for its mark, move its bytes, resolve its result. Raises what goes wrong."""
         if job.wait_event is not None:
             job.wait_event.synchronize()
+        job.result.begin()
         self.copy(job)
         job.result.resolve()
 
