@@ -8,6 +8,7 @@ before an event loop runs; everything asynchronous then happens in one loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -82,6 +84,12 @@ class AsyncLLM(AsyncControl):
         self.intake = RequestIntake(self.vllm_config, self.tokenizer, self.log_stats)
         self.input_processor = self.intake.input_processor
         self.output_processor = self.intake.output_processor
+        transfer = self.vllm_config.kv_transfer_config
+        if self.log_stats and transfer is not None and transfer.kv_connector is not None:
+            # Its metrics are shown here, and loading it takes as long as the core's own start. What is wrong with it
+            # is for the core to tell.
+            with contextlib.suppress(Exception):
+                KVConnectorFactory.get_connector_class(transfer)
 
     @classmethod
     def from_vllm_config(

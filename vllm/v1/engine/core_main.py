@@ -7,6 +7,7 @@ know requests. Whatever goes wrong before the core is ready is told to the front
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import select
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import zmq
@@ -175,5 +176,13 @@ def _read_exactly(descriptor: int, size: int) -> bytes:
     return bytes(data)
 
 
+def _end_process(status: int) -> NoReturn:
+    """End at once: everything is released, and taking a million block records apart one by one takes seconds."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end_process(main())

@@ -6,6 +6,7 @@ leases last until a copy has ended. Layer L6.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,9 +14,6 @@ import torch
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
-
-# Page alignment: what direct I/O and registration with a device want.
-ALIGNMENT_BYTES = 4096
 
 Pin = Callable[[torch.Tensor], bool]
 Unpin = Callable[[torch.Tensor], None]
@@ -56,9 +54,22 @@ class HostBuffer:
         self.regions = {}
 
 
-def aligned_zeros(num_rows: int, row_bytes: int, alignment: int = ALIGNMENT_BYTES) -> torch.Tensor:
-    """A zeroed int8 tensor ``[num_rows, row_bytes]`` whose first byte is aligned."""
+def aligned_zeros(num_rows: int, row_bytes: int) -> torch.Tensor:
+    """A zeroed int8 tensor ``[num_rows, row_bytes]`` that begins at a page: what direct I/O and devices want.
+
+    The memory is the system's own: it costs nothing, neither time nor space, until it is written. ``ValueError`` if the
+    system does not let it be reserved.
+    """
     size = num_rows * row_bytes
-    raw = torch.zeros(size + alignment, dtype=torch.int8)
-    shift = -raw.data_ptr() % alignment
-    return raw[shift : shift + size].view(num_rows, row_bytes)
+    try:
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ValueError(
+            f"{size / 2**30:.2f} GiB of host memory cannot be reserved for offloaded KV blocks "
+            f"(cpu_bytes_to_use): {error.strerror}"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    if size == 0:
+        return torch.zeros((num_rows, row_bytes), dtype=torch.int8)
+    return torch.frombuffer(memory, dtype=torch.int8, count=size).view(num_rows, row_bytes)

@@ -1,0 +1,38 @@
+"""Host memory of a tier: there at once whatever its size, aligned, zeroed, and honest when there is not enough."""
+
+import mmap
+
+import psutil
+import pytest
+import torch
+
+from vllm.v1.simple_kv_offload.host_buffer import HostBuffer, aligned_zeros
+
+LARGE_ROWS, ROW_BYTES = 1 << 17, 1 << 13
+
+
+def test_reserving_costs_no_memory_until_it_is_written() -> None:
+    before = psutil.Process().memory_info().rss
+    rows = aligned_zeros(LARGE_ROWS, ROW_BYTES)
+    assert rows.shape == (LARGE_ROWS, ROW_BYTES)
+    assert psutil.Process().memory_info().rss - before < LARGE_ROWS * ROW_BYTES // 8
+    assert rows.data_ptr() % mmap.PAGESIZE == 0
+    rows[LARGE_ROWS // 2] = 7
+    assert int(rows[LARGE_ROWS // 2].sum(dtype=torch.int64)) == 7 * ROW_BYTES
+    assert not rows[LARGE_ROWS - 1].any()
+
+
+def test_memory_that_cannot_be_reserved_is_an_error_that_names_the_setting() -> None:
+    with pytest.raises(ValueError, match=r"GiB of host memory cannot be reserved .*cpu_bytes_to_use"):
+        aligned_zeros(1 << 40, 1 << 20)
+
+
+def test_regions_live_as_long_as_somebody_has_them_and_pins_are_undone_once() -> None:
+    undone: list[torch.Tensor] = []
+    buffer = HostBuffer({"a": 64, "empty": 0}, 4, pin=lambda region: region.shape[1] > 0, unpin=undone.append)
+    region = buffer.regions["a"]
+    buffer.close()
+    buffer.close()
+    assert undone == [region]
+    region[3] = 1
+    assert region.sum() == 64
