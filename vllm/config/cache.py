@@ -165,6 +165,9 @@ class CacheConfig:
         doc="GiB of host memory for offloaded KV, summed over tensor-parallel ranks; off when not given.",
     )
     kv_offloading_backend: KVOffloadingBackend = setting(default="native", doc="Which offloading to use.")
+    kv_retention_share: Annotated[float, Field(ge=0, le=1)] = setting(
+        default=0.25, doc="Share of a cache's blocks that requests may have pinned or kept before others."
+    )
 
     kv_cache_layout: str | None = state(
         default=None, doc="Name of the page layout that the workers agreed on."

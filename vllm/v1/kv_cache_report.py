@@ -62,6 +62,10 @@ class PoolReport:
     entries_cached: int
     blocks_evicted: int
     block_bytes: int
+    entries_protected: int = 0
+    """Contents that requests had kept before others, and may at most have: see `kv_retention_share`."""
+    entries_protected_max: int = 0
+    protections_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
+from vllm.kv_retention import EXTRA_ARG, RetentionHint, parse_retention
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -158,6 +159,7 @@ class Request:
         self.kv_transfer_params: dict[str, Any] | None = None  # the connector's own keys
         self.ec_transfer_params: dict[str, Any] | None = None  # the encoder cache connector's own keys
         self.kv_cache_report_mode: str | None = None
+        self.retention: RetentionHint | None = None
         self.skip_reading_prefix_cache = False
         self.wants_logprobs = False
         self.plain_output = False
@@ -220,6 +222,8 @@ class Request:
             self.kv_transfer_params = extra.get("kv_transfer_params")
             self.ec_transfer_params = extra.get("ec_transfer_params")
             self.kv_cache_report_mode = extra.get("kv_cache_report_mode")
+            if EXTRA_ARG in extra:
+                self.retention = parse_retention(extra[EXTRA_ARG])
 
     def _set_prompt(self, prompt_token_ids: list[int] | None) -> None:
         if prompt_token_ids is None and self.prompt_embeds is None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from vllm import envs
 from vllm.entrypoints.openai.field_types import LogitBias, Texts, TokenIds, Xargs
 from vllm.exceptions import VLLMValidationError
+from vllm.kv_retention import EXTRA_ARG, from_cache_control, parse_retention
 from vllm.logger import init_logger
 from vllm.sampling_params import (
     RepetitionDetectionParams,
@@ -121,6 +122,8 @@ class GenerationFields(OpenAIBaseModel):
     return_token_offsets: bool = False
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    kv_retention: Any = None
+    cache_control: Any = None
     ec_transfer_params: dict[str, Any] | None = None
     vllm_xargs: Xargs | None = None
     thinking_token_budget: Any = None
@@ -139,6 +142,7 @@ class GenerationFields(OpenAIBaseModel):
             )
         if self.prompt_logprobs is not None:
             self._check_prompt_logprobs(self.prompt_logprobs)
+        self._retention()
         if self.use_beam_search:
             raise VLLMValidationError(
                 "beam search is offered by the LLM class only", parameter="use_beam_search"
@@ -195,10 +199,29 @@ class GenerationFields(OpenAIBaseModel):
             )
         return StructuredOutputsParams(**values)
 
+    def _retention(self) -> dict[str, Any] | None:
+        """`kv_retention`, or what `cache_control` stands for, checked."""
+        if self.kv_retention is None and self.cache_control is None:
+            return None
+        if self.kv_retention is not None and self.cache_control is not None:
+            raise VLLMValidationError(
+                "kv_retention and cache_control exclude each other", parameter="cache_control"
+            )
+        field = "cache_control" if self.kv_retention is None else "kv_retention"
+        try:
+            value = from_cache_control(self.cache_control) if self.kv_retention is None else self.kv_retention
+            parse_retention(value)
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter=field) from error
+        return dict(value)
+
     def _extra_args(self) -> dict[str, Any] | None:
         extra: dict[str, Any] = dict(self.vllm_xargs or {})
         if self.kv_transfer_params is not None:
             extra["kv_transfer_params"] = self.kv_transfer_params
+        retention = self._retention()
+        if retention is not None:
+            extra[EXTRA_ARG] = retention
         return extra or None
 
     def build_sampling_params(

@@ -50,6 +50,22 @@ class BlockHold(Protocol):
     def note_evicted(self, block_ids: frozenset[int]) -> None: ...
 
 
+class BlockPlacer(Protocol):
+    """Decides where in the free queue cached blocks go, as some contents are to be kept longer than others."""
+
+    limit: int
+    num_protected: int
+    num_refused: int
+
+    def place(self, blocks: Sequence[KVCacheBlock]) -> None: ...
+
+    def leave(self, blocks: Sequence[KVCacheBlock]) -> None: ...
+
+    def expire(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 class BlockPool:
     """`num_gpu_blocks` blocks with ids 0 … n-1; block 0 is the null block, which is never handed out.
 
@@ -88,6 +104,8 @@ class BlockPool:
         self._take, self._touch = operations_for(self.free_block_queue)
         self.index = BlockIndex(enable_kv_cache_events, medium, num_hash_lookahead_tokens)
         self._num_evicted = 0  # besides those that the index tallies
+        self.placer: BlockPlacer | None = None
+        """Places freed blocks once somebody asked for contents to be kept; the tail of the queue otherwise."""
         self.leases: dict[int, BlockHold] = {}
         """Live leases on this pool, kept by the leases themselves; a recount needs them."""
         self._on_reuse: dict[int, Callable[[KVCacheBlock], None]] = {}
@@ -199,7 +217,7 @@ class BlockPool:
         hashed = [block for block in idle if block.block_hash is not None]
         unhashed = [block for block in idle if block.block_hash is None] if len(hashed) < len(idle) else None
         if hashed:
-            self.free_block_queue.append_n(hashed)
+            (self.free_block_queue.append_n if self.placer is None else self.placer.place)(hashed)
         if unhashed:
             self.free_block_queue.prepend_n(unhashed)
 
@@ -355,6 +373,8 @@ class BlockPool:
         """
         self.epoch += 1
         self.index.clear()
+        if self.placer is not None:
+            self.placer.clear()
         if self.metrics_collector is not None:
             self.metrics_collector.reset()
         return self.num_gpu_blocks - 1 - self.get_num_free_blocks()
@@ -397,6 +417,8 @@ class BlockPool:
         foreign = release(self, blocks, idle)
         if foreign is not None:
             release_elsewhere(foreign)
+        if self.placer is not None:
+            self.placer.leave(idle)
         return idle
 
     def _report_reuse(self, blocks: Sequence[KVCacheBlock]) -> None:

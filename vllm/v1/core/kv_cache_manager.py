@@ -422,6 +422,9 @@ class KVCacheManager:
         while len(self._copies_in_flight) > num_steps_in_flight:
             for lease in self._copies_in_flight.popleft():
                 lease.release()
+        placer = self.block_pool.placer
+        if placer is not None:
+            placer.expire()
         self.coordinator.new_step_starts()
 
     def take_kv_cache_block_copies(self) -> list[KVCacheBlockCopy]:

@@ -57,6 +57,7 @@ def host_block_bytes(kv_cache_config: KVCacheConfig, world_size: int) -> int:
 def describe_pool(pool: BlockPool, tier: CacheHitSource, block_bytes: int) -> PoolReport:
     """The pool's counts now; O(1)."""
     total, free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
+    placer = pool.placer
     return PoolReport(
         tier=tier,
         medium=pool.medium,
@@ -67,6 +68,9 @@ def describe_pool(pool: BlockPool, tier: CacheHitSource, block_bytes: int) -> Po
         entries_cached=len(pool.cached_block_hash_to_block),
         blocks_evicted=pool.num_evicted,
         block_bytes=block_bytes,
+        entries_protected=0 if placer is None else placer.num_protected,
+        entries_protected_max=0 if placer is None else placer.limit,
+        protections_refused=0 if placer is None else placer.num_refused,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import VLLMNotImplementedError, VLLMValidationError
+from vllm.kv_retention import EXTRA_ARG, parse_retention
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -189,6 +190,8 @@ class InputProcessor:
             raise _refuse("stop", params.stop, "needs a tokenizer (skip_tokenizer_init is set)")
         self._check_prompt_logprobs(params, prompt_length)
         self._check_logits_processors(params)
+        if params.extra_args is not None and EXTRA_ARG in params.extra_args:
+            _checked_retention(params.extra_args[EXTRA_ARG])
         if params.structured_outputs is not None:
             if self.tokenizer is None:
                 raise VLLMValidationError(
@@ -248,6 +251,13 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     if token_ids is not None and not hasattr(token_ids, "__len__"):
         raise _refuse("prompt_token_ids", type(token_ids).__name__, "must be a list of token ids")
     return ParsedPrompt(text, None if token_ids is None else list(token_ids), prompt.get("cache_salt"))
+
+
+def _checked_retention(value: object) -> None:
+    try:
+        parse_retention(value)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter=EXTRA_ARG) from error
 
 
 def _checked_salt(salt: Any) -> str | None:

@@ -43,6 +43,7 @@ from vllm.v1.simple_kv_offload.records import (
     TransferMeta,
 )
 from vllm.v1.simple_kv_offload.reporting import StatsReporter
+from vllm.v1.simple_kv_offload.retention import retain_in_tier
 from vllm.v1.simple_kv_offload.speed import SpeedCheck, checked_tiers
 from vllm.v1.simple_kv_offload.store_policy import (
     StoreRequestState,
@@ -132,14 +133,14 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             vllm_config.parallel_config.decode_context_parallel_size,
         )
         self.lazy_cursor_id: int | None = None
+        self.clock: Clock = clock or MonotonicClock()
+        self._cache_config = vllm_config.cache_config
         self.source = CacheHitSource.DISK if is_disk else CacheHitSource.HOST
         checked = checked_tiers(policy.decline_slow_tier, self.source, disk_tier_bytes > 0)
         self.speed = SpeedCheck(checked, self.source)
         # Tokens that requests which are not admitted yet have asked for last.
         self._asked: dict[str, int] = {}
-        self.chain = self._make_chain(
-            kv_cache_config, disk_tier_bytes, disk_wait_s, disk_persist, clock or MonotonicClock()
-        )
+        self.chain = self._make_chain(kv_cache_config, disk_tier_bytes, disk_wait_s, disk_persist, self.clock)
         self.reporter = StatsReporter(
             is_disk,
             use_page_cache,
@@ -280,6 +281,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SimpleCPUOffloadMetadata:
         """The orders of this step."""
         metadata = SimpleCPUOffloadMetadata()
+        if self.tier.pool.placer is not None:
+            self.tier.pool.placer.expire()
         self.load_side.order(metadata)
         self.plan_stores(scheduler_output)
         submitted = self.store_side.submit()
@@ -400,6 +403,9 @@ class SimpleCPUOffloadScheduler(ManagerViews):
                 self.chain.disk.forget(poisoned)
         else:
             self.store_side.finish_request(request, block_ids)
+            if request.retention is not None:
+                share = self._cache_config.kv_retention_share
+                retain_in_tier(self.store_side.stores, request, share, self.clock)
         return False, None
 
     def reset(self) -> bool:

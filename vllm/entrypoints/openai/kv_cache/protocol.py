@@ -84,6 +84,9 @@ class CachePool(BaseModel):
     entries_cached: int
     blocks_evicted: int
     block_bytes: int
+    entries_protected: int = 0
+    entries_protected_max: int = 0
+    protections_refused: int = 0
 
 
 class CacheGroup(BaseModel):

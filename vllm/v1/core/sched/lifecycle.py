@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.v1.core.kv_cache_block import KVCacheBlock
+from vllm.v1.core.kv_retention import retain_on_device
 from vllm.v1.core.sched import connector_calls
 from vllm.v1.core.sched.chunking import PrefillCadence
 from vllm.v1.core.sched.in_flight import InFlightSteps
@@ -336,6 +337,9 @@ class RequestLifecycle(SchedulerInterface):
         self._inflight_prefills.discard(request)
         self._sessions.close(request)
         delay, params = self._connector_finished(request)
+        if request.retention is not None:
+            share = self.cache_config.kv_retention_share
+            retain_on_device(self.kv_cache_manager, request, share, self.clock)
         self.finished_req_ids.add(request_id)
         if self.finished_req_ids_dict is not None:
             self.finished_req_ids_dict[request.client_index].add(request_id)
