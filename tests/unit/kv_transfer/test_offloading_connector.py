@@ -82,7 +82,9 @@ def test_defaults_and_translation() -> None:
         ({"lazy_offload": True}, "'lazy_offload'"),
         ({"spec_name": "Mine"}, "spec_name must be CPUOffloadingSpec or TieringOffloadingSpec, got 'Mine'"),
         ({"spec_module_path": "mine"}, "'spec_module_path' .specs from other modules are not part"),
-        ({"cache_policy_module_path": "mine"}, "'cache_policy_module_path' .eviction policies from other"),
+        ({"cache_policy_module_path": "mine"}, "cache_policy_module_path='mine' needs a module, and eviction_policy"),
+        ({"eviction_policy": "mru"}, "mru"),
+        ({"store_threshold": -1}, "store_threshold must be a whole number of at least 0, got -1"),
         ({**TIERING, "backpressure": {}}, "'backpressure' .backpressure between tiers"),
         ({"canonical_layout": True}, "canonical_layout=true"),
         ({"offload_prompt_only": "yes"}, "offload_prompt_only must be true or false, got 'yes'"),
@@ -105,6 +107,35 @@ def test_what_cannot_be_served_is_refused_by_name(extra: dict[str, Any], message
     given = extra if not extra or "cpu_bytes_to_use" in extra else {"cpu_bytes_to_use": MIB, **extra}
     with pytest.raises(ValueError, match=message):
         parse_native_options(given, world_size=1)
+
+
+def test_policies_are_the_machines_own() -> None:
+    machine = parse_native_options(
+        {"cpu_bytes_to_use": MIB, "eviction_policy": "arc", "store_threshold": 2, "max_tracker_size": 9}, 1
+    ).machine
+    assert (machine.policy.eviction_policy, machine.policy.store_threshold, machine.policy.max_tracker_size) == (
+        "arc", 2, 9,
+    )  # fmt: skip
+    outside = parse_native_options(
+        {
+            "cpu_bytes_to_use": MIB,
+            "cache_policy_module_path": "vllm.v1.simple_kv_offload.arc",
+            "eviction_policy": "ArcQueue",
+        },
+        1,
+    ).machine
+    assert outside.policy.eviction_policy == "vllm.v1.simple_kv_offload.arc:ArcQueue"
+
+
+def test_blocks_that_only_one_request_had_are_skipped_and_counted() -> None:
+    rig = native_rig(extra={"store_threshold": 2})
+    request = rig.generate(prompt(21), max_tokens=1)
+    assert rig.in_tier(request) == []
+    stats = rig.connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["data"]["vllm:kv_offload_stores_skipped_total"][()] > 0
+    assert rig.in_tier(rig.generate(prompt(21), max_tokens=1)) == list(range(5))
+    rig.assert_at_rest()
 
 
 def test_chunks_must_fit_the_groups() -> None:

@@ -21,6 +21,8 @@ _PREFIX = "vllm:kv_offload_"
 LOAD_BYTES = f"{_PREFIX}load_bytes_total"
 STORE_BYTES = f"{_PREFIX}store_bytes_total"
 TOTAL_BYTES = f"{_PREFIX}total_bytes_total"
+ALLOCATION_FAILURES = f"{_PREFIX}allocation_failure_total"
+STORES_SKIPPED = f"{_PREFIX}stores_skipped_total"
 CACHE_USAGE = f"{_PREFIX}cpu_cache_usage_perc"
 WRITE_USAGE = f"{_PREFIX}cpu_cache_write_usage_perc"
 READ_USAGE = f"{_PREFIX}cpu_cache_read_usage_perc"
@@ -30,6 +32,13 @@ _DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
     (LOAD_BYTES, "Counter", [], "Bytes loaded into device memory, over all ranks."),
     (STORE_BYTES, "Counter", [], "Bytes stored below the device, over all ranks."),
     (TOTAL_BYTES, "Counter", ["transfer_type"], "Old name of both: CPU_to_GPU and GPU_to_CPU."),
+    (ALLOCATION_FAILURES, "Counter", [], "Block stores put off since no host block was free."),
+    (
+        STORES_SKIPPED,
+        "Counter",
+        [],
+        "Block stores put off since too few requests had the block (store_threshold).",
+    ),
     (CACHE_USAGE, "Gauge", [], "Share of the host blocks that hold findable content (0 to 1)."),
     (WRITE_USAGE, "Gauge", [], "Share of the host blocks that stores under way write to (0 to 1)."),
     (
@@ -77,6 +86,8 @@ def native_stats(
     stats.increase_counter(STORE_BYTES, stored)
     stats.increase_counter(TOTAL_BYTES, loaded, ("CPU_to_GPU",))
     stats.increase_counter(TOTAL_BYTES, stored, ("GPU_to_CPU",))
+    stats.increase_counter(ALLOCATION_FAILURES, _of(base, MetricName.DECLINED_STORE_BLOCKS, ("full",)))
+    stats.increase_counter(STORES_SKIPPED, _of(base, MetricName.DECLINED_STORE_BLOCKS, ("reuse",)))
     # The null block is nobody's.
     usable = max(1, manager.tier.num_blocks - 1)
     writing = manager.store_side.num_pending_blocks

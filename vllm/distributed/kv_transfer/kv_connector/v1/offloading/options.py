@@ -24,6 +24,7 @@ TIERING_SPEC = "TieringOffloadingSpec"
 SHARED_KEYS = ("cpu_bytes_to_use", "eviction_policy", "store_threshold", "max_tracker_size")
 OWN_KEYS = (
     "spec_name",
+    "cache_policy_module_path",
     "block_size",
     "blocks_per_chunk",
     "offload_prompt_only",
@@ -35,7 +36,6 @@ KNOWN_KEYS = (*SHARED_KEYS, *OWN_KEYS)
 # Names of the interface whose feature does not exist here.
 REFUSED_KEYS = {
     "spec_module_path": "specs from other modules",
-    "cache_policy_module_path": "eviction policies from other modules",
     "backpressure": "backpressure between tiers",
 }
 TIER_KEYS = ("type", *DISK_KEYS, "disk_wait_s", "disk_persist")
@@ -71,6 +71,8 @@ def parse_native_options(extra: Mapping[str, Any], world_size: int) -> NativeOpt
     # Events always say their tokens here, so either value is served.
     _flag(extra, "self_describing_kv_events", default=False)
     translated = {key: extra[key] for key in SHARED_KEYS if key in extra}
+    if "cache_policy_module_path" in extra:
+        translated["eviction_policy"] = _outside_policy(extra)
     translated |= _disk_keys(extra.get("secondary_tiers", []), spec)
     machine = parse_options(translated, world_size)
     prompt_only = _flag(extra, "offload_prompt_only", default=True)
@@ -107,6 +109,17 @@ def check_chunk(options: NativeOptions, block_sizes: Collection[int]) -> None:
     logger.info(
         "Chunks of several blocks are not needed here: blocks are offloaded one by one, copies are joined"
     )
+
+
+def _outside_policy(extra: Mapping[str, Any]) -> str:
+    """An eviction policy's class in a module of its own, as the machinery spells it."""
+    module, name = extra["cache_policy_module_path"], extra.get("eviction_policy")
+    if not (isinstance(module, str) and module and isinstance(name, str) and name):
+        raise ValueError(
+            f"cache_policy_module_path={module!r} needs a module, and eviction_policy the name of a class in it, "
+            f"got eviction_policy={name!r}"
+        )
+    return f"{module}:{name}"
 
 
 def _disk_keys(tiers: Any, spec: str) -> dict[str, Any]:
