@@ -191,6 +191,8 @@ class Request:
         self.last_sched_seq = -1
         self.admitted_seq = -1
         self.num_overtaken = 0
+        # (free blocks, index of the first hash behind the hit, pass from which on it is tried again in any case)
+        self.misfit: tuple[int, int, int] | None = None
         self.num_load_failures = 0
         self.spec_decode_metrics: RequestSpecDecodeMetrics | None = None
         self.events: list[EngineCoreEvent] = []

@@ -26,6 +26,7 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.load_failures import block_use
 from vllm.v1.core.sched.manager_setup import make_kv_cache_manager
 from vllm.v1.core.sched.params import params_from_config
+from vllm.v1.core.sched.pressure import MemoryPressure
 from vllm.v1.core.sched.remote_wait import RemoteWaits
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.streaming import StreamingSessions
@@ -109,6 +110,7 @@ class RequestLifecycle(SchedulerInterface):
         self.sched_step_seq = 0
         self.processed_step_seq = 0
         self.current_step = 0
+        self._pressure = MemoryPressure()
         self.deferred_frees: deque[tuple[int, list[KVCacheBlock]]] = deque()
         self.encoder_cache_manager = None  # media are encoded elsewhere
         self._in_flight = InFlightSteps()
@@ -391,6 +393,7 @@ class RequestLifecycle(SchedulerInterface):
         if request_id in self._delayed_sends or request_id in self._remote.loading:
             return
         self._free_blocks(request)
+        self._pressure.note_end()
         del self.requests[request_id]
 
     def _free_blocks(self, request: Request) -> None:

@@ -23,6 +23,8 @@ OVERTAKE_CANDIDATES_MAX = 4
 """How many requests behind one that does not fit are tried in a pass."""
 OVERTAKES_PER_REQUEST_MAX = 16
 """How often a request may be overtaken before everything waits for it."""
+MISFIT_PASSES_MAX = 8
+"""Passes after which a request that did not fit looks its prefix up again, although no sign says that it fits now."""
 LOAD_ATTEMPTS_MAX = 3
 """Failed external loads of one request after which it is computed without asking again."""
 

@@ -191,6 +191,7 @@ class Scheduler(WaitingPass):
         position = self.running.index(victim)
         plan.remove_running(victim)
         self._preempt_request(victim, self.clock.monotonic())
+        self._pressure.note_preemption(self.current_step)
         plan.preempted = True
         return position < index
 

@@ -12,7 +12,11 @@ from vllm.v1.core.sched.admission import Hit, LookupContext, Verdict, is_blocked
 from vllm.v1.core.sched.chunking import ChunkLimits, fit_chunk
 from vllm.v1.core.sched.connector_calls import external_hit_sources, reported_cached_tokens
 from vllm.v1.core.sched.load_failures import block_use
-from vllm.v1.core.sched.params import OVERTAKE_CANDIDATES_MAX, OVERTAKES_PER_REQUEST_MAX
+from vllm.v1.core.sched.params import (
+    MISFIT_PASSES_MAX,
+    OVERTAKE_CANDIDATES_MAX,
+    OVERTAKES_PER_REQUEST_MAX,
+)
 from vllm.v1.core.sched.remote_wait import WAITING_TO_START
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.results import Results
@@ -103,6 +107,8 @@ class WaitingPass(Results):
             else:
                 for overtaken in misfits:
                     overtaken.num_overtaken += 1
+        if not misfits and not self.waiting:
+            self._pressure.note_relief()
         self.waiting.prepend_requests(misfits)
         self.deferred_waiting.prepend_requests(skipped)
 
@@ -131,6 +137,8 @@ class WaitingPass(Results):
                 return verdict
         if is_blocked(request) or not plan.budget.allows_lora(request):
             return Verdict.SKIP
+        if self._surely_misfits(request):
+            return Verdict.MISFIT
         context = LookupContext(self.kv_cache_manager, self.connector, self.block_size, self.params.cache)
         hit = look_up(request, context)
         if hit is None:
@@ -140,7 +148,31 @@ class WaitingPass(Results):
         if verdict is Verdict.MISFIT and hit.num_cached and self._can_never_fit(plan, ()):
             # A hit can need more blocks than computing everything does.
             verdict = self._admit_with(request, no_hit(context), plan)
+        request.misfit = self._note_misfit(hit) if verdict is Verdict.MISFIT else None
         return verdict
+
+    def _note_misfit(self, hit: Hit) -> tuple[int, int, int]:
+        next_end = (hit.num_local // self.block_size + 1) * self.block_size
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free, next_end // self.hash_block_size - 1, self.current_step + MISFIT_PASSES_MAX
+
+    def _surely_misfits(self, request: Request) -> bool:
+        """True if the request did not fit lately, no block has come free since, and nothing more of its prefix is cached.
+
+        Saves the look-ups, which take time for long prompts, here and in the connector. Where nothing runs, or after a
+        few passes, it is tried in any case: what a connector has got meanwhile is not seen here.
+        """
+        if request.misfit is None or not self.running:
+            return False
+        free, index, retry_pass = request.misfit
+        pool = self.kv_cache_manager.block_pool
+        if pool.get_num_free_blocks() > free or self.current_step >= retry_pass:
+            return False
+        if index >= len(request.block_hashes):
+            return True
+        following = request.block_hashes[index]
+        groups = self.kv_cache_config.prefix_cacheable_group_ids
+        return all(pool.get_cached_block(following, (group,)) is None for group in groups)
 
     def _check_grammar(self, request: Request) -> Verdict | None:
         structured = request.structured_output_request
@@ -171,6 +203,7 @@ class WaitingPass(Results):
             num_lookahead_tokens=self.params.num_lookahead_tokens,
             num_external_computed_tokens=hit.num_external,
             full_sequence_must_fit=self.params.reserve_full_isl,
+            reserved_blocks=self._room_to_grow(),
             has_scheduled_reqs=bool(self.running),
         )
         if blocks is None:
@@ -212,7 +245,7 @@ class WaitingPass(Results):
             new_computed_blocks=hit.blocks,
             num_external_computed_tokens=hit.num_external,
             delay_cache_blocks=True,
-            reserved_blocks=self._blocks_spoken_for(request, hit),
+            reserved_blocks=self._blocks_spoken_for(request, hit) + self._room_to_grow(),
             has_scheduled_reqs=bool(self.running),
             skip_zeroing_group_ids=connector.get_loaded_kv_cache_group_ids(request)
             if self._zeroes_blocks
@@ -227,6 +260,10 @@ class WaitingPass(Results):
         self.kv_holding_waiting.add_request(request)
         self._remote.start(request)
         return Verdict.LOADING
+
+    def _room_to_grow(self) -> int:
+        """Blocks that must stay free for what runs, where admissions have led to preemptions lately."""
+        return self._pressure.reserve(len(self.running), self.kv_cache_manager.num_kv_cache_groups)
 
     def _blocks_spoken_for(self, request: Request, hit: Hit) -> int:
         """Blocks that must stay free beside a load: for what follows it (the first step, or the whole prompt where that
