@@ -333,3 +333,14 @@ def test_many_faults_are_told_up_to_ten():
     assert error_text(OSError(12, "no memory")) == "OSError: [Errno 12] no memory"
     assert error_text(MemoryError()) == "MemoryError"
     assert error_text(ValueError("n=1 is wrong")) == "n=1 is wrong"
+
+
+@pytest.mark.parametrize(("name", "ends"), [("serve", [7]), ("chat", [])])
+def test_only_the_serving_program_ends_without_the_interpreters_farewell(monkeypatch, name, ends):
+    ended = []
+    monkeypatch.setattr(main, "resolve_object", lambda target: lambda argv: 7)
+    monkeypatch.setattr(main, "end_process", ended.append)
+    monkeypatch.setattr("sys.argv", ["vllm", name])
+    assert main.main() == 7
+    assert main.main([name]) == 7
+    assert ended == ends

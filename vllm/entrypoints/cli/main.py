@@ -13,6 +13,7 @@ from vllm.config.error_text import error_text
 from vllm.entrypoints.common.startup import cli_env_setup
 from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
+from vllm.utils.process_end import end_process
 from vllm.utils.registry import resolve_object
 from vllm.v1.engine.exceptions import EngineStartError
 from vllm.version import __version__
@@ -40,8 +41,19 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status. Errors that the user can mend are one line, not a stack trace."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    """Run the command line; the exit status. Errors that the user can mend are one line, not a stack trace.
+
+    Without `argv` this is the program itself, which a server ends at once when it is told to stop.
+    """
+    if argv is not None:
+        return _run(list(argv))
+    status = _run(sys.argv[1:])
+    if sys.argv[1:2] == ["serve"]:
+        end_process(status)
+    return status
+
+
+def _run(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(usage())
         return 0 if args else 2

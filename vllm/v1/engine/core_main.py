@@ -7,18 +7,16 @@ know requests. Whatever goes wrong before the core is ready is told to the front
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pickle
 import select
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -26,6 +24,7 @@ import zmq
 from vllm.config import VllmConfig
 from vllm.config.error_text import error_text
 from vllm.logger import init_logger
+from vllm.utils.process_end import end_process
 from vllm.v1.engine.core_io import LINGER_MS, CoreAddresses
 from vllm.v1.engine.core_proc import EngineCoreProc
 from vllm.v1.engine.core_ready import resolved_settings
@@ -176,13 +175,5 @@ def _read_exactly(descriptor: int, size: int) -> bytes:
     return bytes(data)
 
 
-def _end_process(status: int) -> NoReturn:
-    """End at once: everything is released, and taking a million block records apart one by one takes seconds."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    _end_process(main())
+    end_process(main())
