@@ -72,6 +72,16 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
     return found
 
 
+def test_kept_contents_are_shown_and_refusals_add_up(registry: CollectorRegistry) -> None:
+    metrics = PrometheusMetrics(engine_config(), [0], registry)
+    for protected, refused in ((4, 2), (3, 0), (3, 5)):
+        stats = SchedulerStats(num_protected_contents=protected, num_protections_refused=refused)
+        metrics.record(stats, None, 0)
+    got = values(registry)
+    assert got["vllm:kv_retention_protected_blocks"] == 3
+    assert got["vllm:kv_retention_refused_blocks_total"] == 7
+
+
 def test_figures_of_a_step(registry: CollectorRegistry) -> None:
     metrics = PrometheusMetrics(engine_config(), [0], registry)
     metrics.record(scheduler(), iteration(), 0)

@@ -91,6 +91,11 @@ def test_beyond_the_share_pins_are_refused_and_counted() -> None:
     for seed in range(5, 15):
         ask(rig, prompt(25, seed))
     assert cached(rig, prompt(25)) == {"device": 24, "host": 24}
+    rig.scheduler.log_stats = True
+    for refused in (8, 0):
+        stats = rig.scheduler.make_stats()
+        assert stats is not None
+        assert (stats.num_protected_contents, stats.num_protections_refused) == (10, refused)
 
 
 def test_time_is_that_of_the_schedulers_clock() -> None:

@@ -36,6 +36,7 @@ GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests that wait, whatever they wait for.",
     "kv_cache_usage_perc": "Share of KV cache blocks in use, 0 to 1.",
+    "kv_retention_protected_blocks": "Blocks of content that requests had pinned or kept before others.",
 }
 COUNTERS = {
     "prefix_cache_queries": "Tokens looked up in the device's prefix cache.",
@@ -46,6 +47,7 @@ COUNTERS = {
     "prompt_tokens_cached": "Prompt tokens that came from a cache.",
     "generation_tokens": "Generated tokens.",
     "num_preemptions": "Preemptions of running requests.",
+    "kv_retention_refused_blocks": "Blocks whose protection was refused, as the share for it was used up.",
 }
 COUNTERS_BY: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prompt_tokens_by_source": ("source", "Prompt tokens by where they came from.", PROMPT_SOURCES),
@@ -302,6 +304,8 @@ class PrometheusMetrics:
         self._waiting_by_reason[index]["capacity"].set(stats.num_waiting_reqs - deferred)
         self._waiting_by_reason[index]["deferred"].set(deferred)
         self._gauges["kv_cache_usage_perc"][index].set(stats.kv_cache_usage)
+        self._gauges["kv_retention_protected_blocks"][index].set(stats.num_protected_contents)
+        _add(self._counters["kv_retention_refused_blocks"][index], stats.num_protections_refused)
         for stage, gauge in self._kv_fetch.get(index, {}).items():
             gauge.set(stats.num_kv_fetch_reqs_by_stage.get(stage, 0))
         self._record_cache("", stats.prefix_cache_stats, index)

@@ -247,6 +247,10 @@ class SchedulerStats:
     num_preempted_reqs: int = 0
     num_stalled_reqs: int = 0
     """Requests that ended because they can never fit into the KV cache."""
+    num_protected_contents: int = 0
+    """Contents of the device's cache that requests had pinned or kept before others."""
+    num_protections_refused: int = 0
+    """Contents for which that was refused, as the share for them was used up."""
 
 
 @dataclass

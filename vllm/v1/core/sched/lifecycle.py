@@ -125,6 +125,7 @@ class RequestLifecycle(SchedulerInterface):
         self._ended_outputs: list[tuple[int, EngineCoreOutput]] = []
         self._pause_state = PauseState.UNPAUSED
         self._num_preempted = self._num_corrupted = self._num_stalled = 0
+        self._num_refused_told = 0
         self.cache_use = CacheUse()
 
     def _init_collaborators(

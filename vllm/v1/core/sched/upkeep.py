@@ -165,6 +165,8 @@ class Upkeep(RequestLifecycle):
         if connector_stats is not None:
             self.connector_prefix_cache_stats = PrefixCacheStats()
         spec_stats, self._spec_stats = self._spec_stats, None
+        placer = self.kv_cache_manager.block_pool.placer
+        num_refused = 0 if placer is None else placer.num_refused
         stats = SchedulerStats(
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
@@ -180,7 +182,10 @@ class Upkeep(RequestLifecycle):
             num_corrupted_reqs=self._num_corrupted,
             num_preempted_reqs=self._num_preempted,
             num_stalled_reqs=self._num_stalled,
+            num_protected_contents=0 if placer is None else placer.num_protected,
+            num_protections_refused=num_refused - self._num_refused_told,
         )
+        self._num_refused_told = num_refused
         self._num_corrupted = self._num_preempted = self._num_stalled = 0
         return stats
 
