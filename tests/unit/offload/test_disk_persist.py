@@ -86,6 +86,8 @@ class KeptRig(Rig):
             assert file is not None
             for lane in backend._lanes.values():
                 lane.shutdown()
+            if backend._mover is not None:
+                backend._mover.close(5.0)
             if keeper is not None and keeper._lane is not None:
                 keeper._lane.shutdown()
                 keeper._lane = None

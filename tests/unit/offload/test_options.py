@@ -207,6 +207,8 @@ def test_a_disk_tier_lies_below_the_host() -> None:
     assert (options.disk_tier, options.is_disk, options.disk_wait_s) == (True, False, 0.5)
     assert (options.disk_path, options.disk_capacity_bytes) == ("/d/kv", 1 << 20)
     assert not parse_options({}, world_size=1).disk_tier
+    assert not options.disk_persist
+    assert parse_options({**extra, "disk_persist": True}, world_size=1).disk_persist
 
 
 @pytest.mark.parametrize(
@@ -222,6 +224,12 @@ def test_a_disk_tier_lies_below_the_host() -> None:
             {"disk_tier": True, "disk_path": "/d/kv", "disk_wait_s": 0},
             "disk_wait_s must be a positive number",
         ),
+        ({"disk_persist": True}, "disk_persist=true .* needs disk_tier=true"),
+        (
+            {"disk_persist": True, "kv_offload_backend": "disk", "disk_path": "/d/kv"},
+            "disk_persist=true .* needs disk_tier=true",
+        ),
+        ({"disk_persist": "yes"}, "disk_persist must be true or false, got 'yes'"),
     ],
 )
 def test_impossible_disk_tiers_are_refused(extra: dict[str, Any], message: str) -> None:
