@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.sim.checkers import check_all, check_page
 from tests.sim.failure import require
+from tests.sim.policies import check_chains
 from tests.sim.run import Run
 
 
@@ -77,6 +78,11 @@ def check_everything_stored(run: Run) -> None:
     """I11: with room below and no fault, every confirmed full block of full attention has been stored."""
     pool = run.host_pool
     if pool is None or run.params.lazy or run.store_excuse is not None:
+        return
+    if run.params.store_threshold > 1:
+        check_chains(run.params, pool, list(run.requests.values()), run.world.hash_block_size)
+        return
+    if run.params.pending_store_blocks:
         return
     for key in run.must_be_stored:
         require(

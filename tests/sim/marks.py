@@ -59,6 +59,15 @@ MARKS = frozenset(
         "wait for the disk in vain",
         "abort while blocks come up",
         "disk written to no more",
+        "ARC adapts",
+        "ARC has both lists",
+        "declined for reuse",
+        "stored for reuse",
+        "offers forgotten",
+        "store plan cut",
+        "preempted work stored first",
+        "slow tier declined",
+        "slow tier read again",
     }
 )
 

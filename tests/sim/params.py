@@ -78,6 +78,12 @@ class SimParams:
     actions_off: frozenset[str] = field(default_factory=frozenset)
     disk_blocks: int = 0
     """Of a disk below the host; 0 = none."""
+    eviction_policy: str = "lru"
+    store_threshold: int = 0
+    max_tracker_size: int = 64_000
+    pending_store_blocks: int = 0
+    """Blocks of stores that may be under way together; 0 = any number."""
+    decline_slow_tier: str = "off"
 
     @property
     def fault_probability(self) -> float:
@@ -209,7 +215,7 @@ def draw_params(seed: int) -> SimParams:
         params = _load_heavy(params)
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
-    return _with_disk(_fit(params))
+    return _with_policies(_with_disk(_fit(params)))
 
 
 def _with_disk(params: SimParams) -> SimParams:
@@ -219,6 +225,38 @@ def _with_disk(params: SimParams) -> SimParams:
         return params
     host_blocks = params.host_blocks if rng.random() < 0.3 else rng.randint(4, 16)
     return replace(params, host_blocks=host_blocks, disk_blocks=rng.randint(3, 48))
+
+
+def _with_policies(params: SimParams) -> SimParams:
+    """What the offload evicts, stores and reads; drawn apart, so that the others stay as they are."""
+    rng = Streams(params.seed).stream("policies")
+    if params.host_blocks == 0:
+        return params
+    params = replace(
+        params,
+        eviction_policy="arc" if rng.random() < 0.4 else "lru",
+        store_threshold=rng.choice((0, 0, 0, 0, 0, 1, 2, 2, 3)),
+        max_tracker_size=rng.choice((64_000, 64_000, 5, 11)),
+        pending_store_blocks=rng.choice((0, 0, 0, 0, 1, 2, 4)),
+        decline_slow_tier=rng.choice(("off", "off", "disk", "all")),
+    )
+    return _without_excuse(params, rng) if rng.random() < 0.12 else params
+
+
+def _without_excuse(params: SimParams, rng: random.Random) -> SimParams:
+    """A world in which nothing explains a gap in what is stored: room below, and no fault."""
+    return replace(
+        params,
+        lazy=False,
+        disk=False,
+        host_blocks=120,
+        disk_blocks=0,
+        store_threshold=2,
+        max_tracker_size=rng.choice((5, 11, 20)),
+        pending_store_blocks=0,
+        faults=frozenset(),
+        actions_off=params.actions_off | {"reset", "cool"},
+    )
 
 
 def _load_heavy(params: SimParams) -> SimParams:

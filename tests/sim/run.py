@@ -15,6 +15,7 @@ from tests.sim.events import Consumer
 from tests.sim.failure import SimFailure, require
 from tests.sim.marks import Marks
 from tests.sim.params import SimParams
+from tests.sim.policies import PolicyMarks
 from tests.sim.registry import HashRegistry
 from tests.sim.rng import Streams
 from tests.sim.views import RunViews
@@ -59,6 +60,7 @@ class Run(RunViews):
         self.idle_steps = 0
         self._writes: dict[int, dict[str, set[int]]] = {}
         self._asked: dict[str, int] = {}
+        self._policy_marks = PolicyMarks(params, self.marks)
         if self.world.connector is not None:
             self._watch_promises(self.world.connector)
 
@@ -293,6 +295,7 @@ class Run(RunViews):
         if offload.tier.evictions:
             self._excuse("host eviction")
         self._mark_chain()
+        self._policy_marks.look(offload)
         for request_id in offload._pending_cpu_hits:
             self._asked[request_id] = self._asked.get(request_id, 0) + 1
             if self._asked[request_id] > 1:

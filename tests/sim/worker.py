@@ -16,6 +16,7 @@ from tests.sim.device import Memory, Rows, forward, make_groups
 from tests.sim.failure import SimFailure, require
 from tests.sim.marks import Marks
 from tests.sim.params import SimParams
+from tests.sim.policies import times_of
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -23,6 +24,7 @@ from vllm.v1.simple_kv_offload.metadata import (
     INVALID_JOB_ID,
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorkerMetadata,
+    Timings,
 )
 
 FaultDraw = Callable[[str, random.Random], bool]
@@ -81,6 +83,7 @@ class SimWorker:
         self.identities: dict[str, tuple[str | None, str | None]] = {}
         """(salt, adapter) by request: workers are not told the salt, but fingerprints need it."""
         self.version = 0
+        self._num_reports = 0
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -101,7 +104,7 @@ class SimWorker:
         self._submit_copies(step, rng)
         step.executed = True
         # A worker collects what has ended while it runs the step; one that fails has no output to put it in.
-        step.reports = [None] * len(self.lanes) if fails else self.reports(rng)
+        step.reports = [None] * len(self.lanes) if fails else self.reports(rng, output)
         if fails:
             self.ghosts |= set(output.num_scheduled_tokens)
             return
@@ -341,13 +344,19 @@ class SimWorker:
 
     # --- reports --------------------------------------------------------------------------------------------------
 
-    def reports(self, rng: random.Random) -> list[KVConnectorOutput | None]:
+    def reports(self, rng: random.Random, output: SchedulerOutput) -> list[KVConnectorOutput | None]:
         """What each rank has to say with its next output; ranks may keep finished jobs back for later."""
         reports: list[KVConnectorOutput | None] = []
+        self._num_reports += 1
+        orders = output.kv_connector_metadata
+        measures = isinstance(orders, SimpleCPUOffloadMetadata) and orders.measures
         for rank, lanes in enumerate(self.lanes):
             told = [job for job in lanes.unreported if not self.fault("report late", rng)]
             lanes.unreported = [job for job in lanes.unreported if job not in told]
-            reports.append(self._report(rank, told))
+            times = Timings()
+            if measures:
+                times = times_of(told, output.total_num_scheduled_tokens, self._num_reports)
+            reports.append(self._report(rank, told, times))
         open_events = [
             {j.event for j in lanes.running + lanes.unreported if j.is_store and not j.is_move}
             for lanes in self.lanes
@@ -356,9 +365,10 @@ class SimWorker:
             self.marks.hit("rank skew")
         return reports
 
-    def _report(self, rank: int, jobs: list[CopyJob]) -> KVConnectorOutput | None:
+    def _report(self, rank: int, jobs: list[CopyJob], times: Timings) -> KVConnectorOutput | None:
         failed, self._failed_loads[rank] = self._failed_loads[rank], set()
         meta, self._lost[rank] = self._lost[rank], SimpleCPUOffloadWorkerMetadata()
+        meta.timings = times
         if not jobs and not failed and meta == SimpleCPUOffloadWorkerMetadata():
             return None
         received = set(failed)

@@ -75,6 +75,7 @@ def _model_config(params: SimParams) -> SimpleNamespace:
 
 
 SIM_DISK_WAIT_S = 4.0
+SIM_PROBE_EVERY = 2
 STATS_EVERY = 4
 """Nothing checks the figures, and they change nothing: enough that some runs make them."""
 
@@ -86,6 +87,10 @@ def _transfer_config(params: SimParams) -> KVTransferConfig | None:
         "cpu_bytes_to_use": 1 << 40,
         "num_cpu_blocks": params.host_blocks,
         "lazy_offload": params.lazy,
+        "eviction_policy": params.eviction_policy,
+        "store_threshold": params.store_threshold,
+        "max_tracker_size": params.max_tracker_size,
+        "decline_slow_tier": params.decline_slow_tier,
     }
     if params.disk:
         extra |= {
@@ -152,11 +157,14 @@ def build_world(params: SimParams) -> World:
     alignment = resolve_cache_hit_alignment_tokens(kv_cache_config, config, block_size, hash_size)
     config.cache_config.hash_block_size = kv_cache_config.hash_block_size = hash_size
     config.cache_config.cache_hit_alignment_tokens = kv_cache_config.cache_hit_alignment_tokens = alignment
-    if params.disk_blocks:
+    if params.host_blocks:
         block_bytes = -(-gpu_total_bytes(kv_cache_config) // kv_cache_config.num_blocks)
         assert config.kv_transfer_config is not None
         extra = config.kv_transfer_config.kv_connector_extra_config
-        extra["disk_capacity_bytes"] = params.disk_blocks * block_bytes
+        if params.disk_blocks:
+            extra["disk_capacity_bytes"] = params.disk_blocks * block_bytes
+        if params.pending_store_blocks:
+            extra["max_pending_store_bytes"] = params.pending_store_blocks * block_bytes
     clock, publisher = SimClock(), CapturingPublisher()
     scheduler_cls = AsyncScheduler if params.async_scheduling else Scheduler
     scheduler = scheduler_cls(
@@ -170,6 +178,8 @@ def build_world(params: SimParams) -> World:
         event_publisher=publisher,
     )
     manager = getattr(scheduler.connector, "scheduler_manager", None)
+    if manager is not None:
+        manager.speed.probe_every = SIM_PROBE_EVERY
     if manager is not None and manager.chain is not None:
         manager.chain.clock = clock
     uses_hashes = params.prefix_caching or params.host_blocks > 0

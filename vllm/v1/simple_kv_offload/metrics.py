@@ -45,6 +45,7 @@ class MetricName:
     TIER_LOAD_SECONDS = "vllm:simple_kv_offload_tier_load_seconds_per_block"
     PREFILL_SECONDS = "vllm:simple_kv_offload_prefill_seconds_per_token"
     DECLINED_STORE_BLOCKS = "vllm:simple_kv_offload_declined_store_blocks_total"
+    PREEMPTED_STORE_BLOCKS = "vllm:simple_kv_offload_preempted_store_blocks_total"
     CUT_STORE_PLANS = "vllm:simple_kv_offload_cut_store_plans_total"
 
 
@@ -139,6 +140,7 @@ _DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
         ["reason"],
         "Blocks left without a copy: offered too seldom (reuse), too many stores under way (queue), no slot (full).",
     ),
+    (MetricName.PREEMPTED_STORE_BLOCKS, "Counter", [], "Blocks of preempted requests that were stored first."),
     (MetricName.CUT_STORE_PLANS, "Counter", [], "Store plans cut short by the bound on stores under way."),
 )
 

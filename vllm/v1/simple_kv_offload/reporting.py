@@ -73,6 +73,7 @@ class StatsReporter:
         ):
             self._add(stats, MetricName.DECLINED_STORE_BLOCKS, total, (reason,))
         self._add(stats, MetricName.CUT_STORE_PLANS, declines.cut_plans)
+        self._add(stats, MetricName.PREEMPTED_STORE_BLOCKS, stores.num_preempted_blocks)
         self._report_tier(stats, self._source, loads.num_loads, (ledger, loads.ledger))
         self._add(stats, MetricName.EVICTED_BLOCKS, tier.evictions)
         stats.set_gauge(MetricName.USED_BLOCKS, tier.num_held)

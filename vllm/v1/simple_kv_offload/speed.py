@@ -61,6 +61,7 @@ class SpeedCheck:
         self.declines = dict.fromkeys(self.loads, 0)
         self.is_slow = dict.fromkeys(self.loads, False)
         """By tier, whether the last hit was too slow."""
+        self.probe_every = PROBE_EVERY
         self._first = first
         self._turned_away = dict.fromkeys(self.loads, 0)
         self._answers: dict[str, dict[CacheHitSource, bool]] = {}
@@ -98,7 +99,7 @@ class SpeedCheck:
             self._turned_away[source] = 0
             return False
         self._turned_away[source] += 1
-        if self._turned_away[source] % PROBE_EVERY == 0:
+        if self._turned_away[source] % self.probe_every == 0:
             return False
         self.declines[source] += 1
         logger.warning_once(

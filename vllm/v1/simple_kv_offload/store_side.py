@@ -82,6 +82,8 @@ class StoreSide:
         self.patrol = HolePatrol()
         self.ledger = Ledger()
         self.declines = StoreDeclines()
+        self.num_preempted_blocks = 0
+        """Blocks planned for preempted requests so far."""
         self._tier = tier
         self._settings = settings
         self._step = 0
@@ -186,6 +188,7 @@ class StoreSide:
             # The request will want all of that again.
             num_tokens = request.num_tokens_at_preemption
             select_idle(self.stores, request, num_tokens, self._tier.group_ids, chosen)
+            self.num_preempted_blocks += len(chosen.candidates)
             self.plan(chosen.candidates, request.request_id)
 
     def count_unwanted(self, endangered: Endangered) -> None:
