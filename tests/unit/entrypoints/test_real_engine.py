@@ -312,3 +312,44 @@ async def test_a_constraint_that_cannot_be_met_is_a_bad_request(client, constrai
 async def test_a_million_token_ids_are_a_bad_request(client, path, body):
     error = await refused(client, path, **body)
     assert "max_model_len" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/collective_rpc", {"method": "no_such"}, "no method 'no_such'"),
+        ("/collective_rpc", {"method": "__class__"}, "no method"),
+        ("/collective_rpc", {"method": "worker"}, "no method"),
+        ("/collective_rpc", {"method": "check_health", "args": [1]}, "does not take these arguments"),
+        ("/collective_rpc", {"method": "check_health", "kwargs": {"a": 1}}, "does not take these arguments"),
+        ("/release_kv_cache_memory", {}, "needs a completed pause"),
+        ("/sleep?level=7", {}, "level"),
+        ("/sleep?mode=x", {}, "mode"),
+        ("/pause?mode=x", {}, "mode"),
+        ("/wake_up?tags=x", {}, "tags"),
+        ("/abort_requests", {"request_ids": [1]}, "request_ids"),
+        ("/abort_requests", {}, "request_ids"),
+    ],
+)
+async def test_control_calls_that_cannot_be_are_bad_requests_and_no_defects(client, path, body, words, capfd):
+    assert words in (await refused(client, path, **body))["message"]
+    assert 'core_proc.py", line' not in "".join(capfd.readouterr()), "no stack of the core"
+    assert (await client.get("/is_paused")).json() == {"is_paused": False}
+
+
+async def test_a_prompt_that_can_never_fit_the_kv_cache_is_a_bad_request_and_others_go_on():
+    # Three usable blocks of 16 tokens, though the model takes 256.
+    small = AsyncLLM.from_engine_args(
+        async_engine_args(num_gpu_blocks_override=4, max_model_len=256, enable_prefix_caching=False)
+    )
+    try:
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+        transport = httpx.ASGITransport(build_app(args, small), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            for streams in (False, True):
+                error = await refused(client, COMPLETIONS, prompt=[7] * 100, stream=streams, **GREEDY)
+                assert error["type"] == "BadRequestError"
+                assert "KV cache" in error["message"]
+            assert (await ok(client, COMPLETIONS, prompt=[7] * 20, max_tokens=3, **GREEDY))["choices"]
+    finally:
+        small.shutdown()

@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.field_types import Texts
 from vllm.entrypoints.openai.state import serving
 from vllm.logger import init_logger
 from vllm.transformers_utils.config_record import ConfigRecord
+from vllm.v1.engine.exceptions import UtilityRefusedError
 from vllm.version import __version__
 
 logger = init_logger(__name__)
@@ -53,6 +54,8 @@ def _answers_errors(route: Callable[..., Awaitable[Response]]) -> Callable[..., 
     async def guarded(*args: Any, **kwargs: Any) -> Response:
         try:
             return await route(*args, **kwargs)
+        except UtilityRefusedError as error:
+            return to_http_response(create_error_response(str(error)))
         except RuntimeError as error:  # how the engine reports that a control call failed
             return to_http_response(create_error_response(str(error), status_code=500))
         except Exception as error:

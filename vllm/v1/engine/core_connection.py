@@ -18,12 +18,21 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.core_io import ENGINE_CORE_DEAD
 from vllm.v1.engine.core_launch import CoreProcesses, start_cores, wait_until_ready
 from vllm.v1.engine.core_ready import apply_resolved_settings
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, UtilityRefusedError
 from vllm.v1.engine.serial import Frame, MsgpackDecoder, MsgpackEncoder
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.messages import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequestType
 
 CONNECT_TIMEOUT_MS = 30_000
+
+
+# How the core words a refusal: the type of the error, then its message.
+_REFUSALS = ("UtilityRefusedError: ", "ValueError: ", "VLLMValidationError: ")
+
+
+def _failure(message: str) -> RuntimeError:
+    kind = next((kind for kind in _REFUSALS if message.startswith(kind)), None)
+    return RuntimeError(message) if kind is None else UtilityRefusedError(message.removeprefix(kind))
 
 
 class SocketConnection:
@@ -106,7 +115,7 @@ class SocketConnection:
         future = self._calls.pop(answer.call_id, None)
         if future is not None and not future.cancelled():
             if answer.failure_message is not None:
-                future.set_exception(RuntimeError(answer.failure_message))
+                future.set_exception(_failure(answer.failure_message))
             else:
                 future.set_result(answer.result)
         return None

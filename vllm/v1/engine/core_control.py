@@ -14,6 +14,7 @@ from typing import Any, Literal
 from vllm.logger import init_logger
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.engine.exceptions import UtilityRefusedError
 from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
@@ -229,5 +230,5 @@ class CoreControl:
     def release_kv_cache_memory(self) -> Future[None] | None:
         """Drop the KV cache's memory; the engine must be paused, and nothing may be running. A future as in `pause`."""
         if not self.is_paused() or self.is_draining:
-            raise RuntimeError("release_kv_cache_memory needs a completed pause")
+            raise UtilityRefusedError("release_kv_cache_memory needs a completed pause")
         return self._sleep_after(self.clear_caches(), 1)

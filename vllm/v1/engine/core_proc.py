@@ -22,6 +22,7 @@ from vllm.v1.engine.core_io import ENGINE_CORE_DEAD, Arrival, CoreAddresses, Cor
 from vllm.v1.engine.core_loop import EngineCore, EngineShutdownState, Outputs
 from vllm.v1.engine.core_ready import ready_response
 from vllm.v1.engine.core_utilities import utility_methods
+from vllm.v1.engine.exceptions import UtilityRefusedError
 from vllm.v1.engine.serial import Frame, MsgpackDecoder, MsgpackEncoder
 from vllm.v1.engine.wiring import Progress
 from vllm.v1.executor.abstract import Executor
@@ -198,6 +199,10 @@ class EngineCoreProc:
                     f"unknown utility method {method!r}; known: {', '.join(sorted(self._utilities))}"
                 )
             result = function(*args)
+        except (UtilityRefusedError, ValueError) as error:
+            logger.info("Utility call %s was refused: %s", method, error)
+            self._answer(client_index, UtilityOutput(call_id, _describe(error)))
+            return
         except Exception as error:
             logger.exception("Utility call %s failed.", method)
             self._answer(client_index, UtilityOutput(call_id, _describe(error)))

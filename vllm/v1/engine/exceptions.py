@@ -13,6 +13,10 @@ class EngineGenerateError(Exception):
     """One `generate` call failed; the engine itself goes on. Recoverable."""
 
 
+class UtilityRefusedError(RuntimeError):
+    """A control call that cannot be carried out as it was made: the caller's fault, nothing has changed."""
+
+
 class EngineStartError(RuntimeError):
     """The engine core could not start. Its own log tells the cause; the message names it."""
 

@@ -6,6 +6,7 @@ Owns: the life cycle's method names and their neutral answers; resolution of `pa
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -195,6 +196,17 @@ class WorkerBase(ABC):
         return set()
 
 
+def _argument_error(
+    name: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ValueError | None:
+    """The error for arguments that `target` does not take; None if it takes them."""
+    try:
+        inspect.signature(target).bind(*args, **kwargs)
+    except TypeError as error:
+        return ValueError(f"the workers' method {name!r} does not take these arguments: {error}")
+    return None
+
+
 class WorkerWrapperBase:
     """Holds a worker whose class is decided late: by platform, by name, with an outside mix-in.
 
@@ -228,12 +240,20 @@ class WorkerWrapperBase:
         self._worker().initialize_from_config(kv_cache_configs[self.global_rank])
 
     def execute_method(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `method` here, on the worker, or with the worker."""
+        """Call `method` here, on the worker, or with the worker. ValueError: no such method, or not with these arguments."""
         if callable(method):
             return method(self._worker(), *args, **kwargs)
         own = getattr(self, method, None)
-        target = own if own is not None else getattr(self._worker(), method)
-        return target(*args, **kwargs)
+        target = own if own is not None else getattr(self._worker(), method, None)
+        if not callable(target) or method.startswith("_"):
+            raise ValueError(f"the workers have no method {method!r}")
+        try:
+            return target(*args, **kwargs)
+        except TypeError:
+            unfit = _argument_error(method, target, args, kwargs)
+            if unfit is None:
+                raise
+            raise unfit from None
 
     def shutdown(self) -> None:
         """Let the worker release what it holds."""
