@@ -1,7 +1,11 @@
 """Soak run: random traffic, aborts, resets, pauses and kills against a real server; every answer against its solo answer.
 
-The server is the hybrid with a scratch group in pools too small for the load, so that preemption, eviction, CPU hits and
-resets happen all the time. Run: `python benchmarks/soak.py --minutes 30`. Exit status 0 when nothing was wrong.
+The server is the hybrid with a scratch group in pools too small for the load, so that preemption, eviction, hits on every
+tier and resets happen all the time. Lives of the server follow each other with random knobs (pools, steps, eager or lazy,
+tier); a life with a kept disk is ended, mostly with `kill -9`, and started again: it must find its blocks and answer as
+before. When it is idle nothing may be held. The first life is the longest and tells whether memory grows.
+
+`python benchmarks/soak.py --minutes 30` prints a verdict; exit status 0 when nothing was wrong.
 """
 
 from __future__ import annotations
@@ -9,17 +13,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,80 +30,33 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.report import RESULTS, machine, today
 from benchmarks.soak_cases import Answer, Case, answer_of, learn, make_cases
-from examples.kv_events import CacheIndex, rebuild, replay
-from examples.serving import event_flags, free_port, offload_flags
+from benchmarks.soak_report import Life, Tally, finish
+from benchmarks.soak_server import (
+    KEPT,
+    TIERS,
+    Knobs,
+    Process,
+    check_metrics,
+    check_stats,
+    is_quiet,
+    read_metrics,
+)
+from examples.kv_events import CacheIndex, Subscriber, rebuild, replay
 from scripts.demo_model import resolve_model
+
+Batches = list[tuple[int, list[Any]]]
 
 READY_TIMEOUT_S = 300.0
 REPLY_TIMEOUT_S = 120.0
 QUIET_TIMEOUT_S = 60.0
 LOG_WORDS = ("Traceback", "AssertionError", "leak")
-ENDS = ("SIGTERM under load", "kill server", "kill core", "SIGTERM")
+KILLS = ("kill server", "kill core")
+ENDS = ("SIGTERM", "kill server", "SIGTERM under load", "kill core")
 RESET_FLAGS = ("reset_external", "reset_running_requests")
-
-
-@dataclass
-class Tally:
-    """What happened. `faults` is empty after a good run."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-    rss_mib: list[list[tuple[float, float]]] = field(default_factory=list)  # one list per life
-
-    def fault(self, text: str) -> None:
-        """Records one thing that must not happen."""
-        self.counts["faults"] += 1
-        if len(self.faults) < 50:
-            self.faults.append(text)
-        tqdm.write(f"FAULT: {text}")
-
-
-@dataclass
-class Process:
-    """One life of the server: its process, folder for temporary files, log and event endpoint."""
-
-    popen: subprocess.Popen[bytes]
-    folder: Path
-    url: str
-    log: Path
-    replay: str
-
-    @classmethod
-    def start(cls, model: Path, flags: list[str], folder: Path) -> Process:
-        """Starts `vllm serve` in dev mode on a free port, with temporary files below `folder`."""
-        port = free_port()
-        temporary = folder / "tmp"
-        temporary.mkdir(parents=True)
-        log, again = folder / "server.log", f"ipc://{folder}/replay"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *flags]
-        command += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m"]
-        command += ["--enable-prompt-tokens-details", "--no-log-error-stack", "--disable-uvicorn-access-log"]
-        command += event_flags(f"ipc://{folder}/events", again)
-        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
-        environment["TMPDIR"] = str(temporary)
-        with log.open("wb") as sink:
-            popen = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
-        return cls(popen, folder, f"http://127.0.0.1:{port}", log, again)
-
-    def family(self) -> list[psutil.Process]:
-        """The server and its living children."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self.popen.pid)
-            return [root, *root.children(recursive=True)]
-        return []
-
-    def rss_mib(self) -> float:
-        """Resident memory of the whole family."""
-        total = 0
-        for process in self.family():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-        return total / 2**20
-
-    def left_over(self) -> list[str]:
-        """Temporary files that are still there."""
-        return sorted(str(path.relative_to(self.folder)) for path in (self.folder / "tmp").rglob("*"))
+# Slots that a kill may have left half written.
+TORN_SLOTS_MAX = 8
 
 
 class Soak:
@@ -113,6 +67,8 @@ class Soak:
         self.tally = Tally()
         self.chance = random.Random(args.seed)
         self.cases: list[Case] = []
+        self.kept: list[Case] = []  # what the last life sent to its kept disk before it ended
+        self.started = time.monotonic()
         self.block = 0
         self.dying = False
         self.end = 0.0  # of all traffic; known when the solo answers are
@@ -228,27 +184,74 @@ class Soak:
 
     # --- one life -----------------------------------------------------------------------------------------------
 
-    async def life(self, number: int, end: str) -> None:
-        """One start of the server, traffic for a while, checks when it is quiet, and its end."""
-        process = Process.start(self.model, server_flags(self.args), self.folder / f"life-{number}")
+    async def life(self, number: int, knobs: Knobs, end: str, share: float, disk: Path, fill: bool) -> None:
+        """One start of the server, traffic for a while, checks when it is quiet, and its end.
+
+        `share` is the part of the whole run that the traffic lasts; `fill` leaves something for the next life to find.
+        """
+        tqdm.write(f"life {number}: {knobs}; ends with {end}")
+        self.tally.lives.append(Life(str(knobs), end))
+        flags = [*knobs.flags(disk), *self.args.server_flag]
+        process = Process.start(self.model, flags, self.folder / f"life-{number}")
+        stream: Subscriber | None = None
         try:
             async with self._client(process) as client:
                 await self._ready(process, client)
+                # The ring for replays is short: what it has now is everything so far, the rest comes live.
+                stream = Subscriber(process.events)
+                await asyncio.sleep(0.5)  # a subscriber joins in the background
+                first = await asyncio.to_thread(replay, process.replay)
+                if self.kept:
+                    await self._find_again(client)
                 if not self.cases:
                     await self._learn(client)
                 now = time.monotonic()
                 self.end = self.end or now + self.args.minutes * 60
-                await self._traffic(process, client, min(self.end, now + self.args.life_minutes * 60))
-                if not end.startswith("kill"):
-                    await self._check_quiet(process, client)
+                await self._traffic(process, client, min(self.end, now + share * self.args.minutes * 60))
+                await self._check_quiet(process, client, (first, stream))
+                if fill:
+                    await self._fill(client)
                 self.dying = end.startswith("kill")
                 await self._end(process, end)
+                if knobs.tier != KEPT and not end.startswith("kill"):
+                    for left in sorted(disk.parent.glob(f"{disk.name}*")):
+                        self.tally.fault(f"{end}: the file {left.name} stayed")
         finally:
             self.dying = False
-            for left in process.family():
+            if stream is not None:
+                stream.close()
+            for left_process in process.family():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    left.kill()
+                    left_process.kill()
             process.popen.wait()
+
+    async def _fill(self, client: httpx.AsyncClient) -> None:
+        """Leaves answers of known cases on the kept disk."""
+        self.kept = self.chance.sample(self.cases, min(12, len(self.cases)))
+        for case in self.kept:
+            self._judge(case, await self._whole(client, case.body), False, case.body)
+        await self._quiet_stats(client)
+
+    async def _find_again(self, client: httpx.AsyncClient) -> None:
+        """After a restart: the blocks of the life before are found, and the answers are the same."""
+        kept, self.kept = self.kept, []
+        stats = (await client.get("/kv_cache/stats")).json()
+        blocks = sum(pool["blocks_cached"] for pool in stats["pools"] if pool["tier"] == "disk")
+        if not blocks:
+            self.tally.fault("a restart found nothing on its kept disk")
+        hits = 0
+        for case in kept:
+            got = await self._whole(client, case.body)
+            hits += got.cached_tokens
+            self._judge(case, got, False, case.body)
+        metrics = read_metrics((await client.get("/metrics")).text)
+        torn = metrics.get("vllm:simple_kv_offload_disk_faults_total", 0.0)
+        if not hits:
+            self.tally.fault(f"a restart hit nothing of {blocks} blocks on its kept disk")
+        if torn > TORN_SLOTS_MAX:
+            self.tally.fault(f"{torn:.0f} bad slots on the kept disk after a restart")
+        self.tally.counts["restarts with a kept disk"] += 1
+        self.tally.counts["tokens found after a restart"] += hits
 
     @contextlib.asynccontextmanager
     async def _client(self, process: Process) -> AsyncIterator[httpx.AsyncClient]:
@@ -265,7 +268,7 @@ class Soak:
                 if (await client.get("/health", timeout=2.0)).status_code == 200:
                     return
             await asyncio.sleep(0.2)
-        raise RuntimeError("the server did not start:\n" + process.log.read_text(errors="replace")[-3000:])
+        raise RuntimeError("the server did not start:\n" + process.log.read_text(errors="replace")[-600:])
 
     async def _learn(self, client: httpx.AsyncClient) -> None:
         info = (await client.get("/server_info", params={"config_format": "json"})).json()
@@ -276,8 +279,7 @@ class Soak:
 
     async def _traffic(self, process: Process, client: httpx.AsyncClient, until: float) -> None:
         start = time.monotonic()
-        samples: list[tuple[float, float]] = []
-        self.tally.rss_mib.append(samples)
+        samples = self.tally.lives[-1].samples
 
         async def repeat(action: Callable[[httpx.AsyncClient], Awaitable[None]], pause_s: float) -> None:
             while time.monotonic() < until and process.popen.poll() is None:
@@ -290,7 +292,7 @@ class Soak:
                     await asyncio.sleep(1)
                     bar.n = round(time.monotonic() - start)
                     bar.set_postfix(self.tally.counts, refresh=True)
-                    samples.append((time.monotonic(), process.rss_mib()))
+                    samples.append((time.monotonic() - self.started, *process.rss_mib()))
 
         workers = [repeat(self.send, 0.1) for _ in range(self.args.concurrency)]
         await asyncio.gather(*workers, repeat(self._guarded_disturb, 3.0), watch())
@@ -305,21 +307,31 @@ class Soak:
 
     # --- checks -------------------------------------------------------------------------------------------------
 
-    async def _check_quiet(self, process: Process, client: httpx.AsyncClient) -> None:
-        """With no request left: figures add up, no block is held, events and caches say the same."""
+    async def _quiet_stats(self, client: httpx.AsyncClient) -> dict[str, Any]:
+        """`/kv_cache/stats` when nothing runs any more, or after a while what still does."""
         deadline = time.monotonic() + QUIET_TIMEOUT_S
-        while time.monotonic() < deadline:
-            metrics = read_metrics((await client.get("/metrics")).text)
-            if is_quiet(metrics):
-                break
-            await asyncio.sleep(0.5)
-        for fault in check_metrics(metrics):
+        while True:
+            stats: dict[str, Any] = (await client.get("/kv_cache/stats")).json()
+            if is_quiet(stats) or time.monotonic() > deadline:
+                return stats
+            await asyncio.sleep(0.2)
+
+    async def _check_quiet(
+        self, process: Process, client: httpx.AsyncClient, events: tuple[Batches, Subscriber]
+    ) -> None:
+        """With no request left: figures add up, no block is held, events and caches say the same."""
+        stats = await self._quiet_stats(client)
+        metrics = read_metrics((await client.get("/metrics")).text)
+        for fault in check_stats(stats) + check_metrics(metrics):
             self.tally.fault(fault)
+        self.tally.counts["quiet checks"] += 1
         reply = await client.post("/reset_prefix_cache", params={"reset_external": "true"})
         if not reply.json()["success"]:
             self.tally.fault(f"blocks are held though nothing runs: {reply.text}")
         await asyncio.sleep(0.5)
-        index: CacheIndex = rebuild(await asyncio.to_thread(replay, process.replay))
+        first, stream = events
+        last = first[-1][0] if first else -1
+        index: CacheIndex = rebuild([*first, *(batch for batch in list(stream.batches) if batch[0] > last)])
         for error in index.errors[:5]:
             self.tally.fault(f"events: {error}")
         if index.resident:
@@ -351,12 +363,25 @@ class Soak:
             self.tally.fault(f"{end}: left-over files {left_over[:5]}")
 
     async def run(self) -> None:
-        """Lives until the time is over, each with another end."""
+        """Lives until the time is over, with every tier in turn; a kept disk is killed and started again with the same."""
         number = 0
-        while not self.end or time.monotonic() < self.end:
-            await self.life(number, ENDS[number % len(ENDS)])
-            number += 1
+        for turn in itertools.count():
+            knobs = self._knobs(turn)
+            disk = self.folder / f"kv-{turn}"
+            for fill in (True, False) if knobs.tier == KEPT else (False,):
+                end = KILLS[turn % len(KILLS)] if fill else ENDS[number % len(ENDS)]
+                share = self.args.first_share if number == 0 else self.args.life_minutes / self.args.minutes
+                await self.life(number, knobs, end, share, disk, fill)
+                number += 1
+            if time.monotonic() >= self.end:
+                break
         self.tally.counts["lives"] = number
+
+    def _knobs(self, turn: int) -> Knobs:
+        args = self.args
+        if turn == 0:
+            return Knobs(args.tier or KEPT, args.lazy, args.gpu_blocks, args.cpu_blocks, args.batched_tokens)
+        return Knobs.draw(self.chance, args.tier or TIERS[turn % len(TIERS)])
 
 
 def _short(body: dict[str, Any]) -> str:
@@ -364,92 +389,27 @@ def _short(body: dict[str, Any]) -> str:
     return f"{len(body['prompt'])} tokens, {shown}"
 
 
-def server_flags(args: argparse.Namespace) -> list[str]:
-    """Pools that hold a few requests, odd steps, the CPU or disk tier."""
-    extra: dict[str, Any] = {"num_cpu_blocks": args.cpu_blocks, "lazy_offload": args.lazy}
-    if args.disk:
-        extra |= {"kv_offload_backend": "disk", "disk_path": args.disk, "use_page_cache": True}
-    flags = [*offload_flags(1 << 30, **extra), "--dtype", "float32", "--max-model-len", "1024"]
-    flags += ["--num-gpu-blocks-override", str(args.gpu_blocks), "--max-num-seqs", "8"]
-    flags += ["--max-num-batched-tokens", str(args.batched_tokens), "--scheduling-policy", "priority"]
-    return [*flags, *args.server_flag]
-
-
-def read_metrics(text: str) -> dict[str, float]:
-    """Prometheus samples, summed over labels, by name."""
-    sums: Counter[str] = Counter()
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            name, value = line.rsplit(" ", 1)
-            sums[name.split("{")[0]] += float(value)  # type: ignore[assignment]
-    return dict(sums)
-
-
-def is_quiet(metrics: dict[str, float]) -> bool:
-    """No request and no copy is under way."""
-    names = ("num_requests_running", "num_requests_waiting", "simple_kv_offload_pending_store_blocks")
-    return not any(metrics.get(f"vllm:{name}", 0) for name in names)
-
-
-def check_metrics(metrics: dict[str, float]) -> list[str]:
-    """What does not add up on a quiet server."""
-    faults = [] if is_quiet(metrics) else ["metrics: requests or copies never end"]
-    usage = metrics["vllm:kv_cache_usage_perc"]
-    if usage != 0:
-        faults.append(f"metrics: KV usage {usage} with no request")
-    prompt = metrics["vllm:prompt_tokens_total"]
-    for name in ("vllm:prompt_tokens_by_source_total", "vllm:request_prompt_tokens_sum"):
-        if name in metrics and name.endswith("source_total") and metrics[name] != prompt:
-            faults.append(f"metrics: {name} {metrics[name]}, prompt tokens {prompt}")
-    for tier in ("prefix_cache", "external_prefix_cache"):
-        hits, queries = metrics[f"vllm:{tier}_hits_total"], metrics[f"vllm:{tier}_queries_total"]
-        if hits > queries:
-            faults.append(f"metrics: {tier} hits {hits} of {queries}")
-    cached = metrics.get("vllm:prompt_tokens_cached_total", 0.0)
-    if cached > prompt:
-        faults.append(f"metrics: {cached} cached of {prompt} prompt tokens")
-    return faults
-
-
-def rss_drift(lives: list[list[tuple[float, float]]]) -> float:
-    """MiB per minute between the second quarter and the last one of the longest life."""
-    samples = max(lives, key=len, default=[])
-    if len(samples) < 40:
-        return 0.0
-    quarter = len(samples) // 4
-    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
-    mean = [sum(value for _, value in part) / len(part) for part in (early, late)]
-    minutes = (late[len(late) // 2][0] - early[len(early) // 2][0]) / 60
-    return (mean[1] - mean[0]) / minutes
-
-
-def print_summary(tally: Tally, drift: float) -> None:
-    """The figures and every recorded fault."""
-    print("\nsoak run")
-    for name in sorted(tally.counts):
-        print(f"  {name:16s} {tally.counts[name]:8d}")
-    print(f"  {'RSS drift':16s} {drift:8.2f} MiB/min")
-    print("faults: none" if not tally.faults else "faults:")
-    for fault in tally.faults:
-        print(f"  {fault}")
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="tiny:glm5_next", help="folder, GGUF file or tiny:NAME")
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument(
-        "--life-minutes", type=float, default=5.0, help="until the server is ended and restarted"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", default="tiny:glm5_next", help="folder, GGUF file or tiny:NAME")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of traffic, over all lives")
+    parser.add_argument("--first-share", type=float, default=0.5, help="of the minutes, for the first life")
+    parser.add_argument("--life-minutes", type=float, default=2.0, help="of each later life")
     parser.add_argument("--concurrency", type=int, default=10)
     parser.add_argument("--cases", type=int, default=66)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gpu-blocks", type=int, default=64)
-    parser.add_argument("--cpu-blocks", type=int, default=60)
-    parser.add_argument("--batched-tokens", type=int, default=65)
-    parser.add_argument("--lazy", action="store_true", help="offload only what is about to be evicted")
-    parser.add_argument("--disk", metavar="PATH", help="keep the copies in a file instead of memory")
+    parser.add_argument("--tier", choices=TIERS, help="only this one; without it all take turns")
+    parser.add_argument("--gpu-blocks", type=int, default=64, help="of the first life; later ones are random")
+    parser.add_argument("--cpu-blocks", type=int, default=60, help="of the first life")
+    parser.add_argument("--batched-tokens", type=int, default=65, help="of the first life")
+    parser.add_argument(
+        "--lazy", action="store_true", help="first life: offload only what is about to be evicted"
+    )
+    parser.add_argument("--rss-limit", type=float, default=1.0, help="MiB per minute that memory may grow")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of soak.{json,png}")
     parser.add_argument("--server-flag", action="append", default=[], help="one more flag of vllm serve")
     return parser.parse_args()
 
@@ -459,9 +419,12 @@ def main() -> int:
     args = parse()
     with tempfile.TemporaryDirectory(prefix="soak-", dir="/tmp") as folder:
         soak = Soak(resolve_model(args.model), args, Path(folder))
-        asyncio.run(soak.run())
-    print_summary(soak.tally, rss_drift(soak.tally.rss_mib))
-    return 1 if soak.tally.faults else 0
+        try:
+            asyncio.run(soak.run())
+        except RuntimeError as error:
+            soak.tally.fault(f"the run ended early: {error}")
+    about = {"date": today(), "machine": machine(), "minutes": args.minutes, "seed": args.seed}
+    return 0 if finish(soak.tally, args.rss_limit, args.out, about) else 1
 
 
 if __name__ == "__main__":

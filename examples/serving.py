@@ -157,9 +157,14 @@ def offload_flags(cpu_bytes: int, **extra: Any) -> list[str]:
     return ["--kv-transfer-config", json.dumps(config)]
 
 
-def event_flags(endpoint: str, replay_endpoint: str | None = None) -> list[str]:
+def event_flags(endpoint: str, replay_endpoint: str | None = None, **extra: Any) -> list[str]:
     """Flags that publish KV events over ZMQ at `endpoint`."""
-    config: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    config: dict[str, Any] = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint,
+        **extra,
+    }
     if replay_endpoint is not None:
         config["replay_endpoint"] = replay_endpoint
     return ["--kv-events-config", json.dumps(config)]
