@@ -136,6 +136,57 @@ PyObject* get_all_free_blocks(PyObject* self, PyObject*) {
   return all;
 }
 
+// Walks the links as it goes: the block given last is asked for its successor.
+struct Walk {
+  PyObject ob_base;
+  Block* last;
+  Block* end;
+};
+
+PyTypeObject* walk_type = nullptr;
+
+PyObject* walk_next(PyObject* self) {
+  Walk* walk = reinterpret_cast<Walk*>(self);
+  Block* block = walk->last == nullptr ? nullptr : walk->last->next;
+  if (block == walk->end) block = nullptr;
+  assign(walk->last, block);
+  Py_XINCREF(as_object(block));
+  return as_object(block);
+}
+
+void walk_dealloc(PyObject* self) {
+  Walk* walk = reinterpret_cast<Walk*>(self);
+  PyTypeObject* type = Py_TYPE(self);
+  Py_XDECREF(as_object(walk->last));
+  Py_XDECREF(as_object(walk->end));
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(reinterpret_cast<PyObject*>(type));
+}
+
+PyType_Slot walk_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(walk_dealloc)},
+    {Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
+    {Py_tp_iternext, reinterpret_cast<void*>(walk_next)},
+    {0, nullptr},
+};
+
+PyType_Spec walk_spec = {"vllm._kv_core.Walk", sizeof(Walk), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                         walk_slots};
+
+PyObject* iter_blocks_after(PyObject* self, PyObject* cursor) {
+  Queue* queue = self_of(self);
+  Block* start = cursor == Py_None ? queue->head : as_block(cursor);
+  if (start == nullptr) return nullptr;
+  if (start->next == nullptr) {
+    return PyErr_Format(PyExc_RuntimeError, "block %d is not in the free queue", start->id);
+  }
+  PyObject* walk = PyType_GenericAlloc(walk_type, 0);
+  if (walk == nullptr) return nullptr;
+  assign(reinterpret_cast<Walk*>(walk)->last, start);
+  assign(reinterpret_cast<Walk*>(walk)->end, queue->tail);
+  return walk;
+}
+
 // A method of one argument that may be given by name, as the reference in Python takes it.
 using Method = PyObject* (*)(PyObject*, PyObject*);
 template <Method method, const char* name>
@@ -148,7 +199,7 @@ PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject
   return nullptr;
 }
 
-constexpr char kBlock[] = "block", kBlocks[] = "blocks", kNumber[] = "n";
+constexpr char kBlock[] = "block", kCursor[] = "cursor", kBlocks[] = "blocks", kNumber[] = "n";
 
 template <Method method, const char* name>
 PyCFunction named() {
@@ -173,6 +224,8 @@ PyMethodDef methods[] = {
     {"prepend_n", named<prepend_n, kBlocks>(), kNamed, "prepend_n($self, blocks)\n--\n\nPut `blocks` at the front."},
     {"insert_n_after", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(insert_n_after)), METH_FASTCALL,
      "insert_n_after($self, cursor, blocks, /)\n--\n\nPut `blocks` behind `cursor`."},
+    {"iter_blocks_after", named<iter_blocks_after, kCursor>(), kNamed,
+     "iter_blocks_after($self, cursor)\n--\n\nQueued blocks behind `cursor`, or all for None, in order."},
     {"get_all_free_blocks", get_all_free_blocks, METH_NOARGS, "get_all_free_blocks($self)\n--\n\nAll queued blocks."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -227,7 +280,8 @@ PyObject* pop_front(Queue* queue, Py_ssize_t count) {
 
 bool add_queue_type(PyObject* module) {
   queue_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  return queue_type != nullptr && PyModule_AddObjectRef(module, "FreeQueue", reinterpret_cast<PyObject*>(queue_type)) == 0;
+  walk_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&walk_spec));
+  return queue_type != nullptr && walk_type != nullptr && PyModule_AddObjectRef(module, "FreeQueue", reinterpret_cast<PyObject*>(queue_type)) == 0;
 }
 
 }  // namespace kv_core

@@ -92,11 +92,15 @@ class Side:
         self.queue.append(block=block)
         return block.block_id
 
+    def walk(self, numbers: Sequence[int]) -> object:
+        return ids(list(self.queue.iter_blocks_after(self.pick(numbers)[0])))
+
     def state(self) -> object:
         return (
             [repr(block) for block in self.blocks + self.strangers],
             [(b.block_hash_num_tokens, b.is_null, b._block_hash) for b in self.blocks],
             ids(self.queue.get_all_free_blocks()),
+            ids(list(self.queue.iter_blocks_after(None))),
             self.queue.num_free_blocks,
             self.tally.evicted,
             {key: list(e) if isinstance(e, dict) else e.block_id for key, e in self.index.items()},
@@ -128,7 +132,17 @@ def outcome(work: Callable[[Sequence[int]], object], numbers: Sequence[int]) -> 
 
 
 words = st.sampled_from(
-    ("take", "touch", "free", "cache", "cache", "forget_outside", "remove_and_insert", "pop_and_append")
+    (
+        "take",
+        "touch",
+        "free",
+        "cache",
+        "cache",
+        "forget_outside",
+        "remove_and_insert",
+        "pop_and_append",
+        "walk",
+    )
 )
 steps = st.lists(
     st.tuples(words, st.lists(st.integers(0, NUM_BLOCKS + 1), min_size=1, max_size=4)), max_size=40

@@ -29,7 +29,7 @@ ExtraKeys = tuple[tuple[object, ...], ...]
 """Tagged tuples that keep prefixes apart although their token ids are equal."""
 
 DEFAULT_NONE_HASH_SEED = "vllm-none-hash"
-_GROUP_ID_BYTES = 4
+GROUP_ID_BYTES = 4
 _EVENT_HASH_MASK = (1 << 64) - 1
 
 NONE_HASH: BlockHash = BlockHash(b"")
@@ -82,17 +82,22 @@ def none_hash() -> BlockHash:
 
 def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> BlockHashWithGroupId:
     """The index key of `block_hash` in group `group_id`."""
-    return block_hash + group_id.to_bytes(_GROUP_ID_BYTES, "big")  # type: ignore[return-value]  # hot: no call of a NewType
+    return block_hash + group_id.to_bytes(GROUP_ID_BYTES, "big")  # type: ignore[return-value]  # hot: no call of a NewType
 
 
 def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:
     """The hash inside an index key."""
-    return BlockHash(key[:-_GROUP_ID_BYTES])
+    return BlockHash(key[:-GROUP_ID_BYTES])
+
+
+def get_group_suffix(group_id: int) -> bytes:
+    """What the index keys of a group end with: `key[-GROUP_ID_BYTES:]`."""
+    return group_id.to_bytes(GROUP_ID_BYTES, "big")
 
 
 def get_group_id(key: BlockHashWithGroupId) -> int:
     """The group id inside an index key."""
-    return int.from_bytes(key[-_GROUP_ID_BYTES:], "big")
+    return int.from_bytes(key[-GROUP_ID_BYTES:], "big")
 
 
 def maybe_convert_block_hash(block_hash: BlockHash) -> ExternalBlockHash:

@@ -6,7 +6,7 @@ not know references, the free list or which blocks a request holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,6 +65,11 @@ class BlockHashToBlockMap:
                 break
             run.append(entry if entry.__class__ is KVCacheBlock else next(iter(entry.values())))
         return run
+
+    def lacking(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
+        """Those of the keys that no block is registered under."""
+        entries = self._cache
+        return [key for key in keys if key not in entries]
 
     def contain(self, key: BlockHashWithGroupId, block_id: int) -> bool:
         """Whether this very block is registered under `key`."""

@@ -113,13 +113,23 @@ class PythonLinkedQueue:
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """All queued blocks from front to tail. Walks the whole queue."""
-        blocks: list[KVCacheBlock] = []
+        return list(self.iter_blocks_after(None))
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        """Queued blocks behind `cursor` (from the front if None), in eviction order.
+
+        `cursor` must be queued, else RuntimeError. The queue must not change while the iterator runs.
+        """
+        if cursor is not None and cursor.next_free_block is None:
+            raise RuntimeError(f"block {cursor.block_id} is not in the free queue")
+        return self._walk(cursor or self.fake_free_list_head)
+
+    def _walk(self, start: KVCacheBlock) -> Iterator[KVCacheBlock]:
         tail = self.fake_free_list_tail
-        block = self.fake_free_list_head.next_free_block
+        block = start.next_free_block
         while block is not None and block is not tail:
-            blocks.append(block)
+            yield block
             block = block.next_free_block
-        return blocks
 
 
 if TYPE_CHECKING:
@@ -148,19 +158,6 @@ class FreeKVCacheBlockQueue(LinkedQueue):
                 break
             cursor = block
         self.insert_n_after(cursor, blocks)
-
-    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Queued blocks behind `cursor` (from the front if None), in eviction order.
-
-        `cursor` must be queued, else RuntimeError. The queue must not change while the iterator runs.
-        """
-        if cursor is not None and cursor.next_free_block is None:
-            raise RuntimeError(f"block {cursor.block_id} is not in the free queue")
-        tail = self.fake_free_list_tail
-        block = (cursor or self.fake_free_list_head).next_free_block
-        while block is not None and block is not tail:
-            yield block
-            block = block.next_free_block
 
 
 def is_plain(queue: FreeQueue) -> bool:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from vllm.v1.core.block_hash import (
+    GROUP_ID_BYTES,
     BlockHashListWithBlockSize,
     BlockHashWithGroupId,
     get_block_hash,
@@ -30,8 +32,7 @@ from vllm.v1.simple_kv_offload.transfer import StagedKey
 BlockTable = Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A device block and the keys its copy gets."""
 
     block: KVCacheBlock
@@ -143,7 +144,8 @@ class Selection:
     def add(self, candidate: Candidate) -> None:
         """Choose a candidate."""
         self.candidates.append(candidate)
-        self.keys.update(staged.key for staged in candidate.keys)
+        for staged in candidate.keys:
+            self.keys.add(staged.key)
         self.room -= 1
         if self._victims is not None:
             self._victims.take(candidate.key)
@@ -184,11 +186,11 @@ class Stores:
 
     def candidate(self, block: KVCacheBlock, request: Request | None) -> Candidate:
         """The block with a snapshot of its keys."""
-        staged = tuple(
-            StagedKey(key, num_tokens, self._info(block, key, num_tokens, request))
-            for key, num_tokens in self.device.get_keys(block)
-        )
-        return Candidate(block, staged)
+        keys = self.device.get_keys(block)
+        if not self.tier.pool.enable_kv_cache_events:  # nobody asks what a key stands for
+            return Candidate(block, tuple([StagedKey(key, num_tokens, None) for key, num_tokens in keys]))
+        staged = [StagedKey(key, n, self._info(block, key, n, request)) for key, n in keys]
+        return Candidate(block, tuple(staged))
 
     def _info(
         self,
@@ -371,16 +373,16 @@ class Endangered:
 
 def find_endangered(stores: Stores, depth: int) -> Endangered:
     """Look at the next ``depth`` blocks of the device's free list."""
-    blocks: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
-    last: KVCacheBlock | None = None
-    for block in islice(stores.device.free_block_queue.iter_blocks_after(None), depth):
-        last = block
-        key = block.block_hash
-        if key is None or key in stores.unsettled:
-            continue
-        if get_group_id(key) in stores.tier.group_ids:
-            blocks.append((block, key))
-    return Endangered(blocks, last)
+    scanned = list(islice(stores.device.free_block_queue.iter_blocks_after(None), depth))
+    suffixes, unsettled = stores.tier.key_suffixes, stores.unsettled
+    blocks = [
+        (block, key)
+        for block in scanned
+        if (key := block.block_hash) is not None
+        and key[-GROUP_ID_BYTES:] in suffixes
+        and key not in unsettled
+    ]
+    return Endangered(blocks, scanned[-1] if scanned else None)
 
 
 def select_endangered(
@@ -391,10 +393,12 @@ def select_endangered(
     A copy never takes the slot of another endangered block: two of them would evict each other for
     ever. Their slots therefore become the youngest of the tier.
     """
+    # Every step asks; mostly nothing is lacking.
+    lacking = set(stores.tier.lacking([key for _, key in endangered.blocks])).difference(stores.in_flight)
     uncopied = [
         (block, key)
-        for block, key in endangered.blocks
-        if not stores.is_copied(key) and stores.reuse.admits(get_block_hash(key))
+        for block, key in (endangered.blocks if lacking else ())
+        if key in lacking and (not stores.reuse.is_on or stores.reuse.admits(get_block_hash(key)))
     ]
     keys = {key for _, key in endangered.blocks} if uncopied else set()
     chosen = Selection(stores.tier, lambda slot: slot.block_hash in keys, max_blocks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from vllm.distributed.kv_event_types import AnyKVCacheEvent
-from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
+from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId, get_group_suffix
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
@@ -55,6 +55,8 @@ class Tier:
         self.config = tier_kv_cache_config(kv_cache_config, geometry.num_blocks)
         self.medium = geometry.medium
         self.group_ids: tuple[int, ...] = tuple(kv_cache_config.prefix_cacheable_group_ids)
+        self.key_suffixes = frozenset(map(get_group_suffix, self.group_ids))
+        """What keys of these groups end with."""
         self.pool = BlockPool(
             geometry.num_blocks,
             enable_caching=True,
@@ -120,6 +122,10 @@ class Tier:
     def contains(self, key: BlockHashWithGroupId) -> bool:
         """Whether a slot with this key is findable."""
         return self.pool.cached_block_hash_to_block.get_one_block(key) is not None
+
+    def lacking(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
+        """Those of the keys that no slot is findable by."""
+        return self.pool.cached_block_hash_to_block.lacking(keys)
 
     def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """A findable slot with this key."""

@@ -6,8 +6,8 @@ Owns when blocks of a copy are let go. It must not know why a copy was chosen. L
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from vllm.utils.checks import check
 from vllm.v1.core.block_hash import BlockHashWithGroupId
@@ -38,8 +38,7 @@ _LEGAL_MOVES: dict[TransferState, frozenset[TransferState]] = {
 ENDED = frozenset({TransferState.DONE, TransferState.FAILED, TransferState.DISCARDED})
 
 
-@dataclass(frozen=True, slots=True)
-class StagedKey:
+class StagedKey(NamedTuple):
     """A key that the target block gets when the copy is done, as it was when the copy was planned."""
 
     key: BlockHashWithGroupId

@@ -44,9 +44,18 @@ ClientOutputs = dict[int, list[EngineCoreOutput]]
 
 LOAD_FAILED = RequestError("kv_load_failed", "KV cache data of the request could not be loaded")
 NAN_LOGITS = RequestError("nan_logits", "the model produced no finite logits for the request")
+CONTRADICTION = RequestError(
+    "invalid_request",
+    "the request's grammar and its allowed_token_ids or bad_words leave no token to go on with",
+)
 GRAMMAR_VIOLATED = RequestError("grammar_violated", "the model's output left the grammar of the request")
 
 _NO_TOKENS: list[int] = []
+
+
+def _has_token_bans(request: Request) -> bool:
+    params = request.sampling_params
+    return params is not None and bool(params.allowed_token_ids or params.bad_words)
 
 
 class Results(Upkeep):
@@ -253,7 +262,8 @@ class Results(Upkeep):
         output = EngineCoreOutput(
             request.request_id, [], num_nans_in_logits=num_nans, events=request.take_events()
         )
-        add_end(output, request, self._finish(request), NAN_LOGITS)
+        contradicts = request.use_structured_output and _has_token_bans(request)
+        add_end(output, request, self._finish(request), CONTRADICTION if contradicts else NAN_LOGITS)
         return output
 
     def _remove_stopped(self, stopped: list[Request]) -> None:
