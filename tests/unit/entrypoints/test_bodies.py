@@ -97,3 +97,12 @@ async def test_a_text_that_cannot_fit_is_refused_by_its_length(app, monkeypatch,
     error = await app.error(path, body)
     assert error["code"] == 400
     assert "1000000 characters" in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/xml"])
+async def test_a_wrong_content_type_is_named(app, kind):
+    for path, body in PATHS.items():
+        reply = await app.client.post(path, content=json.dumps(body), headers={"Content-Type": kind})
+        assert reply.status_code == 400, path
+        assert "Content-Type: application/json" in reply.json()["error"]["message"]
+    assert app.engine.calls == []

@@ -353,3 +353,12 @@ async def test_a_prompt_that_can_never_fit_the_kv_cache_is_a_bad_request_and_oth
             assert (await ok(client, COMPLETIONS, prompt=[7] * 20, max_tokens=3, **GREEDY))["choices"]
     finally:
         small.shutdown()
+
+
+async def test_a_grammar_at_its_end_ends_the_request_whatever_else_it_asks_for(client):
+    body = {"prompt": "x", "structured_outputs": {"choice": ["ab"]}, "max_tokens": 20}
+    for more in ({"min_tokens": 10}, {"ignore_eos": True}):
+        choice = (await ok(client, COMPLETIONS, **body, **more))["choices"][0]
+        assert choice["text"] == "ab"
+    error = await refused(client, COMPLETIONS, **body, allowed_token_ids=[70])
+    assert "grammar" in error["message"]

@@ -162,6 +162,16 @@ def test_min_tokens_ban_stop_tokens_until_enough_were_produced(config) -> None:
     assert torch.isfinite(processor.apply(torch.zeros(2, 5))).all()
 
 
+def test_min_tokens_give_way_where_nothing_but_the_end_is_left(config) -> None:
+    processor = MinTokensLogitsProcessor(config, CPU, False)
+    params = SamplingParams(min_tokens=2, stop_token_ids=[1, 3])
+    processor.update_state(update(2, added=[(0, params, [], []), (1, params, [], [])]))
+    logits = torch.zeros(2, 4)
+    logits[0, [0, 2, 3]] = -float("inf")
+    result = processor.apply(logits)
+    assert torch.isfinite(result).tolist() == [[False, True, False, False], [True, False, True, False]]
+
+
 class ByPosition(AdapterLogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False

@@ -139,6 +139,8 @@ def _describe_entry(entry: Mapping[str, Any]) -> str:
     if entry.get("type") == "json_invalid":
         detail = entry.get("ctx", {}).get("error", entry.get("msg"))
         return f"the request body is not valid JSON: {detail}"
+    if isinstance(entry.get("input"), bytes):
+        return "the request body must be a JSON object, sent with Content-Type: application/json"
     name = _field(entry.get("loc", ()))
     value = "" if entry.get("type") == "missing" else f" (got {_SHORT.repr(entry.get('input'))[:80]})"
     return f"{name}: {entry.get('msg')}{value}" if name else f"{entry.get('msg')}{value}"

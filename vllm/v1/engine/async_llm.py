@@ -43,6 +43,8 @@ logger = init_logger(__name__)
 INLINE_TEXT_MAX = 2048
 # Outputs processed before other tasks get a turn.
 OUTPUT_CHUNK = 128
+# Samples of one request sent before other tasks get a turn.
+SEND_CHUNK = 64
 
 
 class AsyncLLM(AsyncControl):
@@ -224,8 +226,10 @@ class AsyncLLM(AsyncControl):
         return self._tokenizer_thread if isinstance(text, str) and len(text) > INLINE_TEXT_MAX else None
 
     async def _send(self, messages: Iterable[EngineCoreRequest]) -> None:
-        for message in messages:
+        for number, message in enumerate(messages, 1):
             await self.engine_core.add_request_async(message)
+            if number % SEND_CHUNK == 0:
+                await asyncio.sleep(0)
 
     async def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any

@@ -211,5 +211,12 @@ class MinTokensLogitsProcessor(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         if self._waiting:
             self._index.cut(logits.shape[-1])
-            logits[self._index.rows, self._index.tokens] = -float("inf")
+            rows, tokens = self._index.rows, self._index.tokens
+            before = logits[rows, tokens]
+            logits[rows, tokens] = -float("inf")
+            # Where something else, such as a grammar at its end, leaves nothing but stop tokens, they stay.
+            waiting = torch.unique(rows)
+            empty = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+            empty[waiting] = torch.isneginf(logits[waiting].amax(dim=-1))
+            logits[rows, tokens] = torch.where(empty[rows], before, -float("inf"))
         return logits
