@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tests.sim.events import Residency
 from tests.sim.failure import SimFailure, require
+from tests.sim.retention import check_retention
 from tests.sim.run import Run
 from vllm.v1.core.block_hash import (
     BlockHashWithGroupId,
@@ -56,6 +57,7 @@ def check_all(run: Run) -> None:
     for pool in (device, *lower):
         check_free_or_held(pool)
         check_index(pool)
+        check_retention(pool.name, pool.pool)
     check_references(device, device_holders(run))
     for pool in lower:
         check_references(pool, leased(pool.pool))

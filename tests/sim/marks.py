@@ -6,6 +6,10 @@ from collections import Counter
 
 MARKS = frozenset(
     {
+        "content protected",
+        "protection refused",
+        "content to go first",
+        "hold ended",
         "local hit",
         "external hit",
         "hit in one group without room in another",

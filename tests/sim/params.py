@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from tests.sim.retention import draw_share
 from tests.sim.rng import Streams
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -76,6 +77,8 @@ class SimParams:
     """Loads start as soon as their step is sent, beside steps that still run; else after the step's forward."""
     faults: frozenset[str]
     actions_off: frozenset[str] = field(default_factory=frozenset)
+    kv_retention_share: float = 0.0
+    """Of a pool's blocks that may be protected; 0 = no request gives a hint."""
     disk_blocks: int = 0
     """Of a disk below the host; 0 = none."""
     eviction_policy: str = "lru"
@@ -208,6 +211,7 @@ def draw_params(seed: int) -> SimParams:
         long_prefill_threshold=rng.choice((0, 0, 0, 6)),
         recompute_failed_loads=rng.random() < 0.6,
         early_loads=rng.random() < 0.5,
+        kv_retention_share=draw_share(seed),
         faults=frozenset(site for site in FAULT_SITES if rng.random() < FAULT_ON),
         actions_off=frozenset(a for a in ("abort", "reset", "pause", "cool") if rng.random() < 0.4),
     )

@@ -17,6 +17,7 @@ from tests.sim.marks import Marks
 from tests.sim.params import SimParams
 from tests.sim.policies import PolicyMarks
 from tests.sim.registry import HashRegistry
+from tests.sim.retention import mark_retention
 from tests.sim.rng import Streams
 from tests.sim.views import RunViews
 from tests.sim.worker import SimWorker, Step
@@ -282,6 +283,8 @@ class Run(RunViews):
             if request.num_overtaken:
                 self.marks.hit("overtaken")
         self._mark_hit_without_room(bool(output.num_scheduled_tokens))
+        for pool in (self.device_pool, *(pool for _, pool, _ in self.lower_pools())):
+            mark_retention(self.marks, pool)
         offload = self.offload
         if offload is None:
             return

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.sim.content import ALPHABET, Chain, expected_output, root
 from tests.sim.params import SimParams
+from tests.sim.retention import Hints
+from vllm.kv_retention import EXTRA_ARG
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import BlockHasher, Request
@@ -26,6 +29,8 @@ class Truth:
     adapter: str | None
     priority: int
     chain: Chain = field(repr=False)
+    retention: dict[str, Any] | None = None
+    """How long its content is worth keeping, as it says."""
     output: list[int] = field(default_factory=list)
     """The whole answer of an undisturbed run."""
     delivered: list[int] = field(default_factory=list)
@@ -53,6 +58,7 @@ class Workload:
         ]
         self._salts = rng.random() < 0.3
         self._adapters = rng.random() < 0.3
+        self._hints = Hints(params.seed, params.kv_retention_share)
         self._count = 0
         self._repeats = rng.choice((0.2, 0.6, 0.8))
         self._history: list[list[int]] = []
@@ -74,6 +80,7 @@ class Workload:
             adapter=adapter,
             priority=rng.randint(0, 2),
             chain=Chain(root(salt, adapter), list(prompt)),
+            retention=self._hints.draw(),
         )
         truth.output = expected_output(truth.chain, truth.max_tokens, params.max_model_len, truth.ignore_eos)
         return truth
@@ -101,7 +108,12 @@ class Workload:
 
 def make_request(truth: Truth, arrival_time: float, hasher: BlockHasher | None) -> Request:
     """The engine's request for it."""
-    sampling = SamplingParams(max_tokens=truth.max_tokens, ignore_eos=truth.ignore_eos, temperature=0.0)
+    sampling = SamplingParams(
+        max_tokens=truth.max_tokens,
+        ignore_eos=truth.ignore_eos,
+        temperature=0.0,
+        extra_args=None if truth.retention is None else {EXTRA_ARG: truth.retention},
+    )
     sampling.update_from_generation_config({}, 0)
     adapters = {"a": 1, "X": 2}
     lora = None

@@ -140,6 +140,7 @@ def _vllm_config(params: SimParams) -> VllmConfig:
     )
     config.cache_config.kv_cache_layout = "BLHNC"
     config.cache_config.num_gpu_blocks = params.device_blocks
+    config.cache_config.kv_retention_share = params.kv_retention_share
     config.parallel_config.tensor_parallel_size = params.ranks
     config.parallel_config.world_size = params.ranks
     return config
@@ -182,6 +183,8 @@ def build_world(params: SimParams) -> World:
         manager.speed.probe_every = SIM_PROBE_EVERY
     if manager is not None and manager.chain is not None:
         manager.chain.clock = clock
+    if manager is not None:
+        manager.clock = clock
     uses_hashes = params.prefix_caching or params.host_blocks > 0
     return World(
         params=params,

@@ -140,7 +140,12 @@ _DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
         ["reason"],
         "Blocks left without a copy: offered too seldom (reuse), too many stores under way (queue), no slot (full).",
     ),
-    (MetricName.PREEMPTED_STORE_BLOCKS, "Counter", [], "Blocks of preempted requests that were stored first."),
+    (
+        MetricName.PREEMPTED_STORE_BLOCKS,
+        "Counter",
+        [],
+        "Blocks of preempted requests that were stored first.",
+    ),
     (MetricName.CUT_STORE_PLANS, "Counter", [], "Store plans cut short by the bound on stores under way."),
 )
 
