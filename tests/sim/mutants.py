@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+from tests.sim.mutants_policy import gaps_in_what_is_stored, held_slots_stay_queued
 from tests.sim.worker import SimWorker
 from vllm.v1.core import block_hasher
-from vllm.v1.core.block_hash import get_block_hash
 from vllm.v1.core.block_index import BlockIndex
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_pool import BlockPool
@@ -25,9 +25,6 @@ from vllm.v1.core.sched.lifecycle import RequestLifecycle
 from vllm.v1.core.sched.remote_wait import RemoteWaits
 from vllm.v1.core.sched.results import Results
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.simple_kv_offload import store_policy
-from vllm.v1.simple_kv_offload.admission import ReuseFilter
-from vllm.v1.simple_kv_offload.arc import ArcQueue
 from vllm.v1.simple_kv_offload.disk_tier import Moves
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.lookup import Promises
@@ -424,47 +421,9 @@ def _source_of_a_load_is_let_go(original: Any) -> Any:
     return start
 
 
-def _held_slots_stay_queued(original: Any) -> Any:
-    """OFF-01 under ARC: some slots that are held stay in line to be given away."""
-
-    def remove(self: Any, block: Any) -> None:
-        if block.block_id % 3:
-            original(self, block)
-
-    return remove
-
-
-def _gaps_are_admitted(original: Any) -> Any:
-    """A block that was wanted often enough is stored although one before it was forgotten."""
-
-    def num_admitted(self: Any, request: Any) -> int:
-        if not self.is_on:
-            return int(original(self, request))
-        admitted = [i for i, block_hash in enumerate(request.block_hashes, 1) if self.admits(block_hash)]
-        return admitted[-1] if admitted else 0
-
-    return num_admitted
-
-
-def _gaps_in_what_is_stored() -> AbstractContextManager[object]:
-    """As above, and blocks that were not wanted often enough are passed over instead of waited for."""
-    stack = ExitStack()
-    stack.enter_context(
-        patch.object(ReuseFilter, "num_admitted", _gaps_are_admitted(ReuseFilter.num_admitted))
-    )
-    original = store_policy.find_source
-
-    def find_source(stores: Any, block_id: int, key: Any) -> Any:
-        found = original(stores, block_id, key)
-        return found if stores.reuse.admits(get_block_hash(key)) else None
-
-    stack.enter_context(patch.object(store_policy, "find_source", find_source))
-    return stack
-
-
 MUTANTS: dict[str, Mutant] = {
-    "held slots stay queued": _replaced(ArcQueue, "remove", _held_slots_stay_queued),
-    "gaps in what is stored": _gaps_in_what_is_stored,
+    "held slots stay queued": held_slots_stay_queued,
+    "gaps in what is stored": gaps_in_what_is_stored,
     "none": nullcontext,
     "no lease on a hit": _no_lease_on_a_hit,
     "no lease below": _replaced(Promises, "lookup", _no_lease_below),

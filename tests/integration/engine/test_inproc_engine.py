@@ -96,6 +96,7 @@ def test_a_disk_tier_serves_what_the_cpu_tier_has_no_room_for(name: str, tmp_pat
         "disk_tier": True,
         "disk_path": str(tmp_path / "kv"),
         "disk_capacity_bytes": 64 << 20,
+        "decline_slow_tier": "off",  # computing is quick with so small a model
     }
     engine = start(name, max_model_len=512, **settings)
     block = engine.cache_config.cache_hit_alignment_tokens

@@ -19,7 +19,7 @@ from vllm.v1.simple_kv_offload.metadata import (
     Timings,
 )
 from vllm.v1.simple_kv_offload.metrics import MetricName
-from vllm.v1.simple_kv_offload.speed import PROBE_EVERY, SAMPLES_MIN, Rate, SpeedCheck, checked_tiers
+from vllm.v1.simple_kv_offload.speed import PROBE_EVERY, SAMPLES_MIN, Rate, SpeedCheck, speed_check
 from vllm.v1.simple_kv_offload.timing import StepTimer
 
 HOST, DISK = CacheHitSource.HOST, CacheHitSource.DISK
@@ -114,7 +114,7 @@ def test_some_requests_read_a_slow_tier_so_that_it_can_recover() -> None:
 def test_which_tiers_are_watched(
     setting: str, first: CacheHitSource, below: bool, tiers: set[CacheHitSource]
 ) -> None:
-    assert checked_tiers(setting, first, below) == tiers
+    assert speed_check(setting, first, has_disk_below=below).checked == tiers
 
 
 # -- where it is measured -------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_report import TierReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.simple_kv_offload.capacity import blocks_for_bytes, choose_num_blocks, gpu_total_bytes
+from vllm.v1.simple_kv_offload.capacity import choose_num_blocks
 from vllm.v1.simple_kv_offload.disk_tier import DiskChain, DiskSettings, chain_finder
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.lookup import Promises
@@ -44,7 +44,7 @@ from vllm.v1.simple_kv_offload.records import (
 )
 from vllm.v1.simple_kv_offload.reporting import StatsReporter
 from vllm.v1.simple_kv_offload.retention import retain_in_tier
-from vllm.v1.simple_kv_offload.speed import SpeedCheck, checked_tiers
+from vllm.v1.simple_kv_offload.speed import speed_check
 from vllm.v1.simple_kv_offload.store_policy import (
     StoreRequestState,
     find_endangered,
@@ -54,6 +54,7 @@ from vllm.v1.simple_kv_offload.store_policy import (
 from vllm.v1.simple_kv_offload.store_side import StoreSettings, StoreSide
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.tier_plan import (
+    blocks_in,
     estimate_lazy_target_blocks,
     find_full_attention_group,
     geometry,
@@ -103,26 +104,17 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self.policy = policy
         self.fa_gidx = find_full_attention_group(kv_cache_config, or_any=any_cacheable_group)
         is_disk = disk_capacity_bytes > 0
-        num_blocks = choose_num_blocks(
-            blocks_for_bytes(
-                disk_capacity_bytes if is_disk else cpu_capacity_bytes,
-                kv_cache_config.num_blocks,
-                gpu_total_bytes(kv_cache_config),
-            ),
-            check_num_cpu_blocks(num_cpu_blocks),
-            aligned_num_cpu_blocks,
+        capacity = blocks_in(kv_cache_config, disk_capacity_bytes if is_disk else cpu_capacity_bytes)
+        num_blocks = choose_num_blocks(capacity, check_num_cpu_blocks(num_cpu_blocks), aligned_num_cpu_blocks)
+        plan = geometry(
+            vllm_config,
+            num_blocks=num_blocks,
+            medium=MEDIUM_STORAGE if is_disk else MEDIUM_CPU,
+            block_sizes=(scheduler_block_size, hash_block_size),
+            allow_partial_hits=not lazy_offload,
+            eviction_policy=policy.eviction_policy,
         )
-        self.tier = Tier(
-            kv_cache_config,
-            geometry(
-                vllm_config,
-                num_blocks=num_blocks,
-                medium=MEDIUM_STORAGE if is_disk else MEDIUM_CPU,
-                block_sizes=(scheduler_block_size, hash_block_size),
-                allow_partial_hits=not lazy_offload,
-                eviction_policy=policy.eviction_policy,
-            ),
-        )
+        self.tier = Tier(kv_cache_config, plan)
         self.hash_block_size = hash_block_size
         self.promises = Promises(self.tier, scheduler_block_size, hash_block_size)
         self.expected_worker_count: int = vllm_config.parallel_config.world_size
@@ -136,8 +128,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self.clock: Clock = clock or MonotonicClock()
         self._cache_config = vllm_config.cache_config
         self.source = CacheHitSource.DISK if is_disk else CacheHitSource.HOST
-        checked = checked_tiers(policy.decline_slow_tier, self.source, disk_tier_bytes > 0)
-        self.speed = SpeedCheck(checked, self.source)
+        self.speed = speed_check(policy.decline_slow_tier, self.source, has_disk_below=disk_tier_bytes > 0)
         # Tokens that requests which are not admitted yet have asked for last.
         self._asked: dict[str, int] = {}
         self.chain = self._make_chain(kv_cache_config, disk_tier_bytes, disk_wait_s, disk_persist, self.clock)
@@ -148,8 +139,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             num_blocks,
             device_block_bytes(kv_cache_config, self.expected_worker_count),
         )
-        rank_block_bytes = max(1, gpu_total_bytes(kv_cache_config) // kv_cache_config.num_blocks)
-        self.max_pending_blocks = max(1, policy.max_pending_store_bytes // rank_block_bytes)
+        self.max_pending_blocks = blocks_in(kv_cache_config, policy.max_pending_store_bytes)
         # Both sides need the device's pool, which exists only after the manager: see bind_gpu_block_pool.
         self._store_side: StoreSide | None = None
         self._load_side: LoadSide | None = None
@@ -160,9 +150,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     ) -> DiskChain | None:
         if capacity_bytes <= 0:
             return None
-        num_blocks = blocks_for_bytes(
-            capacity_bytes, kv_cache_config.num_blocks, gpu_total_bytes(kv_cache_config)
-        )
+        num_blocks = blocks_in(kv_cache_config, capacity_bytes)
         disk = Tier(
             kv_cache_config, replace(self.tier.geometry, num_blocks=num_blocks, medium=MEDIUM_STORAGE)
         )

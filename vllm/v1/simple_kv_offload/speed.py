@@ -115,11 +115,12 @@ class SpeedCheck:
         return len(self._answers)
 
 
-def checked_tiers(
-    decline_slow_tier: str, first: CacheHitSource, has_disk_below: bool
-) -> frozenset[CacheHitSource]:
-    """The tiers that the setting means, of those that there are."""
+def speed_check(decline_slow_tier: str, first: CacheHitSource, *, has_disk_below: bool) -> SpeedCheck:
+    """The check of the tiers that the setting means, of those that there are."""
     tiers = {first, CacheHitSource.DISK} if has_disk_below else {first}
-    if decline_slow_tier == "off":
-        return frozenset()
-    return frozenset(tiers if decline_slow_tier == "all" else tiers & {CacheHitSource.DISK})
+    chosen = {
+        "off": frozenset[CacheHitSource](),
+        "disk": frozenset({CacheHitSource.DISK}),
+        "all": frozenset(tiers),
+    }
+    return SpeedCheck(chosen[decline_slow_tier] & tiers, first)

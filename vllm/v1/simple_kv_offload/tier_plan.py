@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
     is_full_attention_spec,
 )
+from vllm.v1.simple_kv_offload.capacity import blocks_for_bytes, gpu_total_bytes
 from vllm.v1.simple_kv_offload.tier import TierGeometry
 
 
@@ -48,6 +49,11 @@ def geometry(
         enable_events=events is not None and events.enable_kv_cache_events,
         eviction_policy=eviction_policy,
     )
+
+
+def blocks_in(kv_cache_config: KVCacheConfig, num_bytes: int) -> int:
+    """Blocks of this plan that fit into so many bytes of a rank, at least 1."""
+    return blocks_for_bytes(num_bytes, kv_cache_config.num_blocks, gpu_total_bytes(kv_cache_config))
 
 
 def find_full_attention_group(kv_cache_config: KVCacheConfig, *, or_any: bool = False) -> int:

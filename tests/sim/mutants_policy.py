@@ -1,0 +1,44 @@
+"""Planted bugs in the offload's policies; see mutants.py."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from unittest.mock import patch
+
+from vllm.v1.core.block_hash import get_block_hash
+from vllm.v1.simple_kv_offload import store_policy
+from vllm.v1.simple_kv_offload.admission import ReuseFilter
+from vllm.v1.simple_kv_offload.arc import ArcQueue
+
+
+def held_slots_stay_queued() -> AbstractContextManager[object]:
+    """OFF-01 under ARC: some slots that are held stay in line to be given away."""
+    original = ArcQueue.remove
+
+    def remove(self: Any, block: Any) -> None:
+        if block.block_id % 3:
+            original(self, block)
+
+    return patch.object(ArcQueue, "remove", remove)
+
+
+def gaps_in_what_is_stored() -> AbstractContextManager[object]:
+    """A block that was wanted often enough is stored although one before it was forgotten and is not."""
+    original = store_policy.find_source
+
+    def num_admitted(self: Any, request: Any) -> int:
+        admitted = [i for i, block_hash in enumerate(request.block_hashes, 1) if self.admits(block_hash)]
+        return admitted[-1] if admitted else 0
+
+    def find_source(stores: Any, block_id: int, key: Any) -> Any:
+        found = original(stores, block_id, key)
+        return found if stores.reuse.admits(get_block_hash(key)) else None
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(ReuseFilter, "num_admitted", num_admitted))
+    stack.enter_context(patch.object(store_policy, "find_source", find_source))
+    return stack
+
+
+__all__ = ["gaps_in_what_is_stored", "held_slots_stay_queued"]
