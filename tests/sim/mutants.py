@@ -11,11 +11,13 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.sim.mutants_policy import gaps_in_what_is_stored, held_slots_stay_queued
+from tests.sim.retention import pinned_blocks_are_kept_back, places_are_never_left
 from tests.sim.worker import SimWorker
 from vllm.v1.core import block_hasher
 from vllm.v1.core.block_index import BlockIndex
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.block_retention import BlockRetention
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
@@ -422,6 +424,8 @@ def _source_of_a_load_is_let_go(original: Any) -> Any:
 
 
 MUTANTS: dict[str, Mutant] = {
+    "pinned blocks are kept back": _replaced(BlockRetention, "_insert", pinned_blocks_are_kept_back),
+    "places are never left": _replaced(BlockRetention, "leave", places_are_never_left),
     "held slots stay queued": held_slots_stay_queued,
     "gaps in what is stored": gaps_in_what_is_stored,
     "none": nullcontext,
