@@ -1,5 +1,6 @@
 """A tiny model, the core in this process: text, caches, tiers, n > 1, failures of single requests."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.structured_output.guidance import GuidanceBackend, GuidanceGrammar
 
 FLAKY = "tests.helpers.faulty_executors.PoisonedExecutor"
 engines: list[LLMEngine] = []
@@ -214,6 +216,29 @@ def test_structured_output_obeys_its_constraint() -> None:
     constraint = StructuredOutputsParams(regex="(ab){3}c")
     done = run(engine, {"a": "x", "b": "yy"}, SamplingParams(max_tokens=20, structured_outputs=constraint))
     assert {output.outputs[0].text for output in done.values()} == {"abababc"}
+
+
+def test_a_grammar_is_compiled_beside_the_steps_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compilation ends only once the other request has its answer: it would never come if steps waited for it."""
+    engine = start()
+    others_done, compile_grammar = threading.Event(), GuidanceBackend.compile
+
+    def compile_late(self: GuidanceBackend, params: StructuredOutputsParams) -> GuidanceGrammar:
+        assert threading.current_thread() is not threading.main_thread()
+        assert others_done.wait(60)
+        return compile_grammar(self, params)
+
+    monkeypatch.setattr(GuidanceBackend, "compile", compile_late)
+    constrained = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(regex="(ab){3}c"))
+    engine.add_request("hard", "x", constrained)
+    engine.add_request("easy", prompt_of(5), greedy(6))
+    ended: list[str] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                ended.append(output.request_id)
+                others_done.set()
+    assert ended == ["easy", "hard"]
 
 
 def test_aborted_requests_leave_nothing() -> None:
