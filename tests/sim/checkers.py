@@ -171,9 +171,7 @@ def check_staged(run: Run) -> None:
 
 def check_promises(run: Run) -> None:
     """R5: what a lookup promised is held until it is taken or withdrawn."""
-    if run.offload is None:
-        return
-    for request_id, promise in run.offload.promises:
+    for request_id, promise in [pair for offload in run.offloads for pair in offload.promises]:
         held = {id(block) for block in promise.lease.blocks}
         for blocks in promise.blocks:
             for block in blocks:
@@ -287,7 +285,7 @@ def check_bounds(run: Run) -> None:
     lost = [r for r, request in scheduler.requests.items() if r not in queued and not request.is_finished()]
     if lost:
         raise SimFailure("I8", f"requests in no queue: {sorted(lost)}")
-    if run.host_pool is not None:
-        transfers = [t for t in run.store_transfers() if not t.ended]
+    for offload in run.offloads:
+        transfers = [t for t in offload.store_side.table.transfers if not t.ended]
         staged = sum(len(t) for t in transfers if t.state is not TransferState.PLANNED)
-        require(staged < run.host_pool.num_gpu_blocks, "I8", f"{staged} blocks are being stored")
+        require(staged < offload.tier.num_blocks, "I8", f"{staged} blocks are being stored")

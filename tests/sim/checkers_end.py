@@ -6,6 +6,7 @@ from tests.sim.checkers import check_all, check_page
 from tests.sim.failure import require
 from tests.sim.policies import check_chains
 from tests.sim.run import Run
+from vllm.v1.core.block_pool import BlockPool
 
 
 def check_rest(run: Run) -> None:
@@ -76,9 +77,14 @@ def check_answers(run: Run) -> None:
 
 def check_everything_stored(run: Run) -> None:
     """I11: with room below and no fault, every confirmed full block of full attention has been stored."""
-    pool = run.host_pool
-    if pool is None or run.params.lazy or run.store_excuse is not None:
+    if run.store_excuse is not None:
         return
+    for index, offload in enumerate(run.offloads):
+        if not offload.lazy_offload and index not in run.full_tiers:
+            _check_stored(run, offload.tier.pool)
+
+
+def _check_stored(run: Run, pool: BlockPool) -> None:
     if run.params.store_threshold > 1:
         check_chains(run.params, pool, list(run.requests.values()), run.world.hash_block_size)
         return

@@ -78,7 +78,7 @@ def drain(run: Run) -> None:
     while run.scheduler.has_requests() or run.steps or run.worker.copying():
         rounds += 1
         place = 1_000_000 + 4 * rounds
-        for lanes in run.worker.lanes:
+        for lanes in run.worker.all_lanes:
             lanes.finish_all()
         if len(run.steps) < run.params.depth and run.scheduler.has_requests():
             run.act("schedule", place)

@@ -72,6 +72,9 @@ MARKS = frozenset(
         "preempted work stored first",
         "slow tier declined",
         "slow tier read again",
+        "store to a second connector",
+        "load from a second connector",
+        "second host eviction",
     }
 )
 

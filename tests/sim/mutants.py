@@ -13,6 +13,7 @@ from unittest.mock import patch
 from tests.sim.mutants_policy import gaps_in_what_is_stored, held_slots_stay_queued
 from tests.sim.retention import pinned_blocks_are_kept_back, places_are_never_left
 from tests.sim.worker import SimWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core import block_hasher
 from vllm.v1.core.block_index import BlockIndex
 from vllm.v1.core.block_lease import Lease
@@ -423,6 +424,17 @@ def _source_of_a_load_is_let_go(original: Any) -> Any:
     return start
 
 
+def _only_the_chosen_connector_hears(original: Any) -> Any:
+    """XFER-04 for several connectors: those that were not chosen keep what they promised."""
+    del original
+
+    def update(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        chosen = self._chosen(request) or self._connectors[0]
+        chosen.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    return update
+
+
 MUTANTS: dict[str, Mutant] = {
     "pinned blocks are kept back": _replaced(BlockRetention, "_insert", pinned_blocks_are_kept_back),
     "places are never left": _replaced(BlockRetention, "leave", places_are_never_left),
@@ -464,5 +476,8 @@ MUTANTS: dict[str, Mutant] = {
     "hole in what is stored": _replaced(StoreSide, "plan", _hole_in_what_is_stored),
     "lost keys are moved": _replaced(Moves, "_commit", _lost_keys_are_moved),
     "source of a load is let go": _replaced(LoadSide, "_start", _source_of_a_load_is_let_go),
+    "only the chosen connector hears": _replaced(
+        MultiConnector, "update_state_after_alloc", _only_the_chosen_connector_hears
+    ),
     "nothing stored at the end": _replaced(StoreSide, "finish_request", _nothing_stored_at_the_end),
 }

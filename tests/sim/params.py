@@ -87,6 +87,9 @@ class SimParams:
     pending_store_blocks: int = 0
     """Blocks of stores that may be under way together; 0 = any number."""
     decline_slow_tier: str = "off"
+    second_host_blocks: int = 0
+    """Of a second offload connector behind the same MultiConnector; 0 = only one connector."""
+    second_lazy: bool = False
 
     @property
     def fault_probability(self) -> float:
@@ -219,7 +222,23 @@ def draw_params(seed: int) -> SimParams:
         params = _load_heavy(params)
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
-    return _with_policies(_with_disk(_fit(params)))
+    return _with_second(_with_policies(_with_disk(_fit(params))))
+
+
+def _with_second(params: SimParams) -> SimParams:
+    """Two connectors in some of the worlds with one; drawn apart, so that the others stay as they are."""
+    rng = Streams(params.seed).stream("second connector")
+    if params.host_blocks == 0 or rng.random() >= 0.12:
+        return params
+    if rng.random() < 0.25:  # room in both and nothing to blame: each must have stored everything
+        return replace(
+            _without_excuse(params, rng), store_threshold=0, second_host_blocks=120, second_lazy=False
+        )
+    # A small first host beside a larger second one: what the first has evicted comes from the second.
+    first = params.host_blocks if rng.random() < 0.4 else rng.randint(4, 10)
+    return replace(
+        params, host_blocks=first, second_host_blocks=rng.randint(8, 40), second_lazy=rng.random() < 0.25
+    )
 
 
 def _with_disk(params: SimParams) -> SimParams:

@@ -14,6 +14,7 @@ from tests.sim.device import RingGroup, StateGroup
 from tests.sim.events import Consumer
 from tests.sim.failure import SimFailure, require
 from tests.sim.marks import Marks
+from tests.sim.multi_worker import MultiWorker
 from tests.sim.params import SimParams
 from tests.sim.policies import PolicyMarks
 from tests.sim.registry import HashRegistry
@@ -32,6 +33,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.message_types import FinishReason
 from vllm.v1.messages import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
 LIVE_REQUESTS_MAX = 9
 
@@ -45,7 +47,8 @@ class Run(RunViews):
         self.marks = Marks()
         self.world = build_world(params)
         self.scheduler = self.world.scheduler
-        self.worker = SimWorker(params, self.marks, self.fault)
+        worker = MultiWorker if params.second_host_blocks else SimWorker
+        self.worker = worker(params, self.marks, self.fault)
         self.workload = Workload(params, self.streams.stream("workload"))
         self.truths: dict[str, Truth] = {}
         self._open: dict[str, Truth] = {}
@@ -56,7 +59,9 @@ class Run(RunViews):
         self.seen_entries: dict[str, list[tuple[int, BlockHashWithGroupId]]] = {}
         self.must_be_stored: set[bytes] = set()
         self.store_excuse: str | None = None
-        """Why something may rightly be missing below: no room, a fault, a reset."""
+        """Why something may rightly be missing below: a fault, a reset."""
+        self.full_tiers: set[int] = set()
+        """Connectors, by their order, whose first tier had no room or evicted something."""
         self.draining = False
         self.idle_steps = 0
         self._writes: dict[int, dict[str, set[int]]] = {}
@@ -113,7 +118,7 @@ class Run(RunViews):
     def enabled(self) -> dict[str, int]:
         """Actions that make sense now, with their weights."""
         weights: dict[str, int] = {"tick": 4}
-        live, lanes = len(self.live()), self.worker.lanes
+        live, lanes = len(self.live()), self.worker.all_lanes
         if live < LIVE_REQUESTS_MAX:
             weights["arrive"] = 80 if live < 3 else 30
         if live and "abort" not in self.params.actions_off:
@@ -293,12 +298,17 @@ class Run(RunViews):
                 self.marks.hit("external hit")
         if offload.store_side.planned or len(offload.store_side.table):
             self.marks.hit("lazy store" if self.params.lazy else "eager store")
+        for index, each in enumerate(self.offloads):
+            if each.tier.num_stageable == 0 or each.tier.evictions:
+                self.full_tiers.add(index)
         if offload.tier.num_stageable == 0:
-            self._excuse("host full")
+            self.marks.hit("host full")
         if offload.tier.evictions:
-            self._excuse("host eviction")
+            self.marks.hit("host eviction")
         self._mark_chain()
         self._policy_marks.look(offload)
+        if len(self.offloads) > 1:
+            self._mark_second(self.offloads[1])
         for request_id in offload._pending_cpu_hits:
             self._asked[request_id] = self._asked.get(request_id, 0) + 1
             if self._asked[request_id] > 1:
@@ -316,6 +326,14 @@ class Run(RunViews):
             self.marks.hit("disk eviction")
         if chain.writes_off:
             self.marks.hit("disk written to no more")
+
+    def _mark_second(self, second: SimpleCPUOffloadScheduler) -> None:
+        if len(second.store_side.table):
+            self.marks.hit("store to a second connector")
+        if second.load_side.loads:
+            self.marks.hit("load from a second connector")
+        if second.tier.evictions:
+            self.marks.hit("second host eviction")
 
     def _mark_hit_without_room(self, busy: bool) -> None:
         """The first waiting request has a hit, and what stands in its way can only be memory."""
@@ -352,7 +370,8 @@ class Run(RunViews):
         for request_id in failed:
             self._note_failed_load(request_id)
         self._take(self.scheduler.update_from_output(step.output, combined))
-        spoil(self, lost)
+        if corrupted is not None and corrupted.status is RequestStatus.FINISHED_ERROR:
+            spoil(self, lost)  # else the step was void already, and so were its logits
 
     def _fail_step(self, step: Step, outputs: list) -> None:
         for request_id in step.output.num_scheduled_tokens:
@@ -434,10 +453,10 @@ class Run(RunViews):
                 self.must_be_stored.add(make_block_hash_with_group_id(request.block_hashes[index], group_id))
 
     def _do_copy(self, rng: random.Random) -> None:
-        rng.choice([lanes for lanes in self.worker.lanes if lanes.movable()]).advance(rng)
+        rng.choice([lanes for lanes in self.worker.all_lanes if lanes.movable()]).advance(rng)
 
     def _do_unstall(self, rng: random.Random) -> None:
-        jobs = [job for lanes in self.worker.lanes for job in lanes.running if job.stalled]
+        jobs = [job for lanes in self.worker.all_lanes for job in lanes.running if job.stalled]
         rng.choice(jobs).stalled = False
 
     def _do_poison(self, rng: random.Random) -> None:

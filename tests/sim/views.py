@@ -25,10 +25,14 @@ class RunViews:
         return self.scheduler.kv_cache_manager.block_pool
 
     @property
+    def offloads(self) -> list[SimpleCPUOffloadScheduler]:
+        """The offload managers, in the order of their connectors."""
+        return self.world.offloads
+
+    @property
     def offload(self) -> SimpleCPUOffloadScheduler | None:
-        """The offload manager, if there is one."""
-        connector = self.world.connector
-        return None if connector is None else connector.scheduler_manager
+        """The first offload manager, if there is one."""
+        return self.world.offloads[0] if self.world.offloads else None
 
     @property
     def host_pool(self) -> BlockPool | None:
@@ -42,25 +46,33 @@ class RunViews:
 
     def lower_pools(self) -> list[tuple[str, BlockPool, list[Memory]]]:
         """The tiers below the device: name, pool, and memory by rank."""
-        pools = [] if self.host_pool is None else [("host", self.host_pool, self.worker.hosts)]
-        return pools + ([] if self.chain is None else [("disk", self.chain.disk.pool, self.worker.disks)])
+        pools = []
+        for index, offload in enumerate(self.offloads):
+            hosts, disks = self.worker.memories_below(index)
+            suffix = f" {index + 1}" if index else ""
+            pools.append((f"host{suffix}", offload.tier.pool, hosts))
+            if offload.chain is not None:
+                pools.append((f"disk{suffix}", offload.chain.disk.pool, disks))
+        return pools
 
     def moves(self) -> list[Transfer]:
         """Planned and submitted moves between host and disk."""
         return [] if self.chain is None else [*self.chain.down.live, *self.chain.up.live]
 
     def store_transfers(self) -> list[Transfer]:
-        """Planned and submitted stores."""
-        if self.offload is None:
-            return []
-        side = self.offload.store_side
-        return [*side.planned, *side.table.transfers]
+        """Planned and submitted stores of all connectors."""
+        sides = [offload.store_side for offload in self.offloads]
+        return [transfer for side in sides for transfer in (*side.planned, *side.table.transfers)]
 
     def offload_tables(self) -> dict[str, object]:
-        """What the offload manager remembers per request or transfer; empty at rest."""
-        if self.offload is None:
-            return {}
-        stores, loads = self.offload.store_side, self.offload.load_side
+        """What the offload managers remember per request or transfer; empty at rest."""
+        tables = {}
+        for index, offload in enumerate(self.offloads):
+            tables |= {f"{name} of connector {index}": t for name, t in self._tables_of(offload).items()}
+        return tables
+
+    def _tables_of(self, offload: SimpleCPUOffloadScheduler) -> dict[str, object]:
+        stores, loads, chain = offload.store_side, offload.load_side, offload.chain
         return {
             "stores planned": stores.planned,
             "stores running": list(stores.table),
@@ -70,9 +82,9 @@ class RunViews:
             "loads": loads.loads,
             "abandoned loads": loads.abandoned,
             "offers of requests": stores.stores.reuse._progress,
-            "answers about slow tiers": self.offload.speed._answers,
-            "asked": self.offload._asked,
-            "promises": self.offload._pending_cpu_hits,
-            "moves": self.moves(),
-            "waits for the disk": {} if self.chain is None else self.chain.waiting,
+            "answers about slow tiers": offload.speed._answers,
+            "asked": offload._asked,
+            "promises": offload._pending_cpu_hits,
+            "moves": [] if chain is None else [*chain.down.live, *chain.up.live],
+            "waits for the disk": {} if chain is None else chain.waiting,
         }

@@ -55,6 +55,8 @@ class Step:
     """Its load was started when it was sent, before its forward."""
     sampled: dict[str, list[int]] = field(default_factory=dict)
     reports: list[KVConnectorOutput | None] = field(default_factory=list)
+    parts: list[Step] = field(default_factory=list)
+    """The step as the worker of each connector sees it, where there are several."""
 
 
 class SimWorker:
@@ -84,6 +86,16 @@ class SimWorker:
         """(salt, adapter) by request: workers are not told the salt, but fingerprints need it."""
         self.version = 0
         self._num_reports = 0
+
+    @property
+    def all_lanes(self) -> list[Lanes]:
+        """The lanes of all ranks, for every connector."""
+        return self.lanes
+
+    def memories_below(self, connector: int) -> tuple[list[Memory], list[Memory]]:
+        """Host and disk memory by rank, of one connector."""
+        assert connector == 0
+        return self.hosts, self.disks
 
     # --- one step -------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from vllm.config import (
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
 from vllm.v1.core.kv_cache_sizes import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
@@ -30,6 +31,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import BlockHasher
 from vllm.v1.simple_kv_offload.capacity import gpu_total_bytes
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.structured_output import StructuredOutputManager
 
 logging.getLogger("vllm").setLevel(logging.CRITICAL)
@@ -45,6 +47,8 @@ class World:
     kv_cache_config: KVCacheConfig
     scheduler: Scheduler
     connector: KVConnectorBase_V1 | None
+    offloads: list[SimpleCPUOffloadScheduler]
+    """The managers behind it, in their order."""
     aggregator: KVOutputAggregator
     publisher: CapturingPublisher
     clock: SimClock
@@ -101,13 +105,36 @@ def _transfer_config(params: SimParams) -> KVTransferConfig | None:
     if params.disk_blocks:
         # Sizes in bytes are not known yet: `build_world` sets the capacity.
         extra |= {"disk_tier": True, "disk_path": "/nonexistent/sim", "disk_wait_s": SIM_DISK_WAIT_S}
+    name = "SimpleCPUOffloadConnector"
+    if params.second_host_blocks:
+        second = {"num_cpu_blocks": params.second_host_blocks, "lazy_offload": params.second_lazy}
+        name, extra = "MultiConnector", {"connectors": [_child(extra), _child(second)]}
     return KVTransferConfig(
-        kv_connector="SimpleCPUOffloadConnector",
+        kv_connector=name,
         kv_role="kv_both",
         engine_id="sim",
         kv_connector_extra_config=extra,
         kv_load_failure_policy="recompute" if params.recompute_failed_loads else "fail",
     )
+
+
+def _child(extra: dict[str, object]) -> dict[str, object]:
+    return {
+        "kv_connector": "SimpleCPUOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 40, **extra},
+    }
+
+
+def _first_options(config: KVTransferConfig) -> dict[str, object]:
+    """The options of the first offload connector."""
+    options = config.kv_connector_extra_config
+    return options["connectors"][0]["kv_connector_extra_config"] if "connectors" in options else options
+
+
+def _offloads(connector: KVConnectorBase_V1 | None) -> list[SimpleCPUOffloadScheduler]:
+    children = connector.sub_connectors if isinstance(connector, MultiConnector) else [connector]
+    return [child.scheduler_manager for child in children if child is not None]
 
 
 def _vllm_config(params: SimParams) -> VllmConfig:
@@ -161,7 +188,7 @@ def build_world(params: SimParams) -> World:
     if params.host_blocks:
         block_bytes = -(-gpu_total_bytes(kv_cache_config) // kv_cache_config.num_blocks)
         assert config.kv_transfer_config is not None
-        extra = config.kv_transfer_config.kv_connector_extra_config
+        extra = _first_options(config.kv_transfer_config)
         if params.disk_blocks:
             extra["disk_capacity_bytes"] = params.disk_blocks * block_bytes
         if params.pending_store_blocks:
@@ -178,13 +205,12 @@ def build_world(params: SimParams) -> World:
         clock=clock,
         event_publisher=publisher,
     )
-    manager = getattr(scheduler.connector, "scheduler_manager", None)
-    if manager is not None:
+    offloads = _offloads(scheduler.connector)
+    for manager in offloads:
         manager.speed.probe_every = SIM_PROBE_EVERY
-    if manager is not None and manager.chain is not None:
-        manager.chain.clock = clock
-    if manager is not None:
         manager.clock = clock
+        if manager.chain is not None:
+            manager.chain.clock = clock
     uses_hashes = params.prefix_caching or params.host_blocks > 0
     return World(
         params=params,
@@ -192,6 +218,7 @@ def build_world(params: SimParams) -> World:
         kv_cache_config=kv_cache_config,
         scheduler=scheduler,
         connector=scheduler.connector,
+        offloads=offloads,
         aggregator=KVOutputAggregator(params.ranks),
         publisher=publisher,
         clock=clock,

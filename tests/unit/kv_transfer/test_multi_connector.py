@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.offload_rig import Rig, full, prompt, rig_config
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_event_types import MEDIUM_CPU, AllBlocksCleared, BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_records import in_common_order
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_cache_report import ExternalHit
 from vllm.v1.kv_connector_types import KVConnectorStats, KVConnectorWorkerMetadata
@@ -347,3 +349,15 @@ def test_statistics_without_a_connector_or_without_a_class_are_not_lost_silently
     logging = KVConnectorLogging(KVTransferConfig(kv_connector="Child", kv_role="kv_both"))
     logging.observe({"n": 1})
     assert logging.transfer_stats_accumulator is None, "a warning says so"
+
+
+def test_events_of_tiers_that_share_a_medium_are_told_before_the_medium_is_cleared() -> None:
+    cleared = [AllBlocksCleared(medium=MEDIUM_CPU) for _ in range(3)]
+    removed = [BlockRemoved(block_hashes=[n], medium=MEDIUM_CPU) for n in range(4)]
+    first = [removed[0], cleared[0], removed[1]]
+    second = [removed[2], cleared[1], removed[3], cleared[2]]
+    told = in_common_order([first, second])
+    assert [told.index(event) for event in (removed[0], removed[2])] == [0, 1]
+    assert told[4:] == [removed[1], removed[3], cleared[2]]
+    assert sorted(map(id, told)) == sorted(map(id, first + second))
+    assert in_common_order([[], []]) == []

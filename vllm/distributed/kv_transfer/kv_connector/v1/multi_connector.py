@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_records import (
     MultiKVConnectorStats,
     MultiKVConnectorWorkerMetadata,
     child_payload,
+    in_common_order,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import share_metrics
 from vllm.utils.checks import check
@@ -333,7 +334,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return any(taken)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return [event for child in self._connectors for event in child.take_events()]
+        return in_common_order([list(child.take_events()) for child in self._connectors])
 
     def has_pending_block_frees(self) -> bool:
         return any(child.has_pending_block_frees() for child in self._connectors)

@@ -5,11 +5,12 @@ Owns records only; which child gets what is the business of `multi_connector`. L
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_event_types import AllBlocksCleared, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import KVConnectorPromMetrics
 from vllm.v1.kv_connector_types import (
     KVConnectorMetadata,
@@ -100,6 +101,21 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
         for name, payload in transfer_stats_data.items():
             if name in self._prom_metrics:
                 self._prom_metrics[name].observe(child_payload(payload), engine_idx)
+
+
+def in_common_order(streams: Sequence[Sequence[KVCacheEvent]]) -> list[KVCacheEvent]:
+    """The children's events as one stream. A reset clears all children, and tiers of one medium share their clearing:
+    what a child told before its n-th one comes before every child's n-th one.
+    """
+    rounds: list[tuple[list[KVCacheEvent], list[KVCacheEvent]]] = []
+    for stream in streams:
+        place = 0
+        for event in stream:
+            if place == len(rounds):
+                rounds.append(([], []))
+            rounds[place][isinstance(event, AllBlocksCleared)].append(event)
+            place += isinstance(event, AllBlocksCleared)
+    return [event for told, cleared in rounds for event in (*told, *cleared)]
 
 
 def child_payload(value: Any) -> dict[str, Any]:
