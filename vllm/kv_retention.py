@@ -5,7 +5,7 @@ Owns the fields, their bounds, and the short form ``cache_control``. It must not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
@@ -82,6 +82,18 @@ def from_cache_control(value: object) -> dict[str, object]:
         raise ValueError(f"cache_control has no field {unknown[0]!r}; known: type, ttl")
     ttl = value.get("ttl", DEFAULT_CACHE_CONTROL_TTL)
     return {"priority": "high", "ttl": _ttl(ttl, "cache_control.ttl")}
+
+
+def last_cache_control(messages: Sequence[object]) -> object:
+    """The last ``cache_control`` of these messages or of their parts; None if there is none."""
+    for message in reversed(messages):
+        if not isinstance(message, Mapping):
+            continue
+        parts = message.get("content")
+        for place in (*reversed(parts if isinstance(parts, list) else ()), message):
+            if isinstance(place, Mapping) and place.get("cache_control") is not None:
+                return place["cache_control"]
+    return None
 
 
 def _level(value: object) -> RetentionLevel:

@@ -39,6 +39,28 @@ async def test_the_short_form_is_high_priority_for_a_time(app: App, path: str) -
     assert (hint.level, hint.ttl_s) == (RetentionLevel.HIGH, 3600.0)
 
 
+async def test_marks_within_messages_count_for_the_request(app: App) -> None:
+    parts = [
+        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+        {"type": "text", "text": "b"},
+    ]
+    messages = [
+        {"role": "system", "content": parts},
+        {"role": "user", "content": "hi", "cache_control": None},
+    ]
+    await app.chat(messages=messages)
+    assert app.call.params.extra_args == {"kv_retention": {"priority": "high", "ttl": 3600.0}}
+    # The last mark, and before it the fields of the request, decide.
+    messages[1]["cache_control"] = {"type": "ephemeral"}
+    await app.chat(messages=messages)
+    assert app.call.params.extra_args["kv_retention"]["ttl"] == 300.0
+    await app.chat(messages=messages, kv_retention={"pin": True})
+    assert app.call.params.extra_args == {"kv_retention": {"pin": True}}
+    messages[1]["cache_control"] = {"type": "ephemeral", "ttl": "never"}
+    error = await app.error("/v1/chat/completions", {"messages": messages})
+    assert (error["code"], error["param"]) == (400, "cache_control")
+
+
 async def test_without_a_hint_nothing_is_added(app: App) -> None:
     await app.complete(kv_retention=None, cache_control=None)
     assert app.call.params.extra_args is None

@@ -12,7 +12,7 @@ from tests.helpers.sched import ManualClock
 from vllm.kv_retention import parse_retention
 from vllm.utils.checks import InvariantError
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.block_retention import BlockRetention
+from vllm.v1.core.block_retention import BlockRetention, can_retain
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
 
@@ -214,6 +214,14 @@ def test_only_a_queue_with_places_can_keep() -> None:
     pool.free_block_queue = Other()  # type: ignore[assignment]
     with pytest.raises(InvariantError, match="no levels"):
         BlockRetention(pool, 0.5, ManualClock())
+
+
+def test_a_pool_may_refuse_places() -> None:
+    class Ordered(BlockPool):
+        can_place = False
+
+    assert can_retain(BlockPool(4, True, 4))
+    assert not can_retain(Ordered(4, True, 4))
 
 
 def test_a_pool_without_hints_is_as_ever() -> None:

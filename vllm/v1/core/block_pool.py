@@ -7,7 +7,7 @@ must not know requests beyond what hashing reads of them, nor which group or kin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from vllm.distributed.kv_event_types import MEDIUM_GPU, AnyKVCacheEvent
 from vllm.logger import init_logger
@@ -73,6 +73,9 @@ class BlockPool:
     of `request.block_hashes`; `medium` is the tier named in events; `make_free_queue` decides in which order free blocks
     are handed out.
     """
+
+    can_place: ClassVar[bool] = True
+    """Whether freed blocks may get places by what they hold (see `placer`)."""
 
     def __init__(
         self,

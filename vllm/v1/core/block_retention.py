@@ -264,4 +264,4 @@ class BlockRetention:
 
 def can_retain(pool: BlockPool) -> bool:
     """Whether levels can be kept in the pool's order of eviction."""
-    return isinstance(pool.free_block_queue, FreeKVCacheBlockQueue)
+    return pool.can_place and isinstance(pool.free_block_queue, FreeKVCacheBlockQueue)

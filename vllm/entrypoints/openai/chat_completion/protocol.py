@@ -12,6 +12,7 @@ from vllm.entrypoints.openai.field_types import Objects
 from vllm.entrypoints.openai.request_fields import GenerationFields, OpenAIBaseModel
 from vllm.entrypoints.openai.usage import UsageInfo
 from vllm.exceptions import VLLMValidationError
+from vllm.kv_retention import last_cache_control
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 
@@ -150,6 +151,14 @@ class ChatCompletionRequest(_ChatFields):
     """A request for the next message of a conversation."""
 
     messages: Objects
+
+    @model_validator(mode="after")
+    def _take_mark_of_messages(self) -> ChatCompletionRequest:
+        """A `cache_control` within the messages counts for the request, as the last one says."""
+        if self.kv_retention is None and self.cache_control is None:
+            self.cache_control = last_cache_control(self.messages)
+            self._retention()
+        return self
 
 
 class BatchChatCompletionRequest(_ChatFields):
