@@ -137,6 +137,35 @@ def test_an_exception_while_waiting_is_a_failed_result(bench: Bench) -> None:
     assert done(bench.copy([1], [0], True)).error is None
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "inline"])
+def test_a_load_does_not_wait_behind_stores(kind: str, tmp_path: Path) -> None:
+    """Nor does it take the time of waiting for the device as its own."""
+    bench = Bench(kind, tmp_path)
+    done(bench.copy([1], [0], True))
+    gate = threading.Event()
+    stuck = [bench.copy([2], [slot], True, Gate(gate)) for slot in (1, 2, 3)]
+    load = done(bench.copy([0], [5], False))
+    assert load.error is None
+    assert load.seconds is not None
+    assert load.seconds < 10.0
+    assert bench.content(5) == [10, 11]
+    assert not any(store.query() for store in stuck)
+    gate.set()
+    for store in stuck:
+        assert done(store).error is None
+    bench.backend.shutdown()
+
+
+class Gate:
+    """A point on the device that is reached when the test says so."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self._gate = gate
+
+    def synchronize(self) -> None:
+        assert self._gate.wait(10.0)
+
+
 def test_the_caller_may_reuse_its_lists(bench: Bench) -> None:
     gate = threading.Event()
 

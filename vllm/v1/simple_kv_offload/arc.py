@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from enum import IntEnum
 
 from vllm.v1.core.block_hash import BlockHashWithGroupId
 from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.simple_kv_offload.eviction import EvictionQueue, Victims
 
-
-class _List(IntEnum):
-    """Where a slot belongs: without content, wanted once (T1 of the paper), wanted again (T2)."""
-
-    BLANK = 0
-    ONCE = 1
-    AGAIN = 2
+BLANK, ONCE, AGAIN = range(3)
+"""Lists a slot may belong to: without content, wanted once (T1 of the paper), wanted again (T2)."""
 
 
 class ArcQueue(EvictionQueue):
@@ -53,12 +47,12 @@ class ArcQueue(EvictionQueue):
         self.num_free_blocks = 0
         self.target = 0.0
         """How many slots the content that was wanted once should have."""
-        self._lists = tuple(FreeKVCacheBlockQueue([]) for _ in _List)
-        self._home: dict[int, _List] = {}
+        self._lists = tuple(FreeKVCacheBlockQueue([]) for _ in range(3))
+        self._home: dict[int, int] = {}
         self._size = [0, 0, 0]
         # Evicted keys, oldest first, each with whether a request has asked for it since.
         self._ghosts: tuple[OrderedDict[BlockHashWithGroupId, bool], ...] = tuple(
-            OrderedDict() for _ in _List
+            OrderedDict() for _ in range(3)
         )
         self._tie = False
         self._coming: Sequence[BlockHashWithGroupId | None] = ()
@@ -69,19 +63,19 @@ class ArcQueue(EvictionQueue):
     def missed(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         for key in keys:
             self._tie = False
-            for which in (_List.ONCE, _List.AGAIN):
+            for which in (ONCE, AGAIN):
                 if key in self._ghosts[which]:
                     self._miss_ghost(key, which)
 
-    def _miss_ghost(self, key: BlockHashWithGroupId, which: _List) -> None:
+    def _miss_ghost(self, key: BlockHashWithGroupId, which: int) -> None:
         ghosts = self._ghosts[which]
         if not ghosts[key]:
-            once, again = len(self._ghosts[_List.ONCE]), len(self._ghosts[_List.AGAIN])
-            if which is _List.ONCE:
+            once, again = len(self._ghosts[ONCE]), len(self._ghosts[AGAIN])
+            if which == ONCE:
                 self.target = min(float(self.capacity), self.target + max(1.0, again / once))
             else:
                 self.target = max(0.0, self.target - max(1.0, once / again))
-        self._tie = which is _List.AGAIN
+        self._tie = which == AGAIN
         ghosts[key] = True
         ghosts.move_to_end(key)
 
@@ -92,7 +86,7 @@ class ArcQueue(EvictionQueue):
             is_idle = block.prev_free_block is not None
             if is_idle:
                 self.remove(block)
-            self._settle(block, _List.AGAIN)
+            self._settle(block, AGAIN)
             if is_idle:
                 self.append_n((block,))
 
@@ -106,15 +100,15 @@ class ArcQueue(EvictionQueue):
         if not 0 <= n <= self.num_free_blocks:
             raise ValueError(f"{n} free blocks wanted, {self.num_free_blocks} left")
         # All homes first: what is evicted on the way must not change what was shown by `victims`.
-        homes = [self.home_of(key) for key in coming] or [_List.ONCE] * n
+        homes = [self.home_of(key) for key in coming] or [ONCE] * n
         for key in coming:
             if key is not None:
-                self._ghosts[_List.ONCE].pop(key, None)
-                self._ghosts[_List.AGAIN].pop(key, None)
+                self._ghosts[ONCE].pop(key, None)
+                self._ghosts[AGAIN].pop(key, None)
         return [self._take(home) for home in homes[:n]]
 
-    def _take(self, home: _List) -> KVCacheBlock:
-        which = self.next_list(self._size[_List.ONCE], [queue.num_free_blocks > 0 for queue in self._lists])
+    def _take(self, home: int) -> KVCacheBlock:
+        which = self.next_list(self._size[ONCE], [queue.num_free_blocks > 0 for queue in self._lists])
         block = self._lists[which].popleft()
         self.num_free_blocks -= 1
         if block.block_hash is not None:
@@ -123,38 +117,38 @@ class ArcQueue(EvictionQueue):
         self._trim()
         return block
 
-    def next_list(self, once: int, has_idle: Sequence[bool]) -> _List:
+    def next_list(self, once: int, has_idle: Sequence[bool]) -> int:
         """The list whose first slot is given away, when so many slots are for content that was wanted once."""
-        if has_idle[_List.BLANK]:
-            return _List.BLANK
-        if not has_idle[_List.AGAIN]:
-            return _List.ONCE
+        if has_idle[BLANK]:
+            return BLANK
+        if not has_idle[AGAIN]:
+            return ONCE
         is_over = once > self.target or (self._tie and once == self.target)
-        return _List.ONCE if is_over and has_idle[_List.ONCE] else _List.AGAIN
+        return ONCE if is_over and has_idle[ONCE] else AGAIN
 
-    def home_of(self, key: BlockHashWithGroupId | None) -> _List:
+    def home_of(self, key: BlockHashWithGroupId | None) -> int:
         """The list that new content of this key joins."""
         wanted = key is not None and any(ghosts.get(key, False) for ghosts in self._ghosts)
-        return _List.AGAIN if wanted else _List.ONCE
+        return AGAIN if wanted else ONCE
 
-    def _settle(self, block: KVCacheBlock, home: _List) -> None:
-        before = self._home.pop(block.block_id, _List.BLANK)
-        if before is not _List.BLANK:
+    def _settle(self, block: KVCacheBlock, home: int) -> None:
+        before = self._home.pop(block.block_id, BLANK)
+        if before != BLANK:
             self._size[before] -= 1
-        if home is not _List.BLANK:
+        if home != BLANK:
             self._size[home] += 1
             self._home[block.block_id] = home
 
     def _trim(self) -> None:
         """At most as many ghosts as slots, and of content wanted once no more than fill its share of both."""
-        once, again = self._ghosts[_List.ONCE], self._ghosts[_List.AGAIN]
-        while once and self._size[_List.ONCE] + len(once) > self.capacity:
+        once, again = self._ghosts[ONCE], self._ghosts[AGAIN]
+        while once and self._size[ONCE] + len(once) > self.capacity:
             once.popitem(last=False)
         while again and len(once) + len(again) > self.capacity:
             again.popitem(last=False)
 
     def remove(self, block: KVCacheBlock) -> None:
-        self._lists[self._home.get(block.block_id, _List.BLANK)].remove(block)
+        self._lists[self._home.get(block.block_id, BLANK)].remove(block)
         self.num_free_blocks -= 1
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -172,9 +166,9 @@ class ArcQueue(EvictionQueue):
 
     def _list_for(self, block: KVCacheBlock) -> FreeKVCacheBlockQueue:
         """The list of a slot that nobody holds any more."""
-        home = self._home.get(block.block_id, _List.BLANK)
-        if block.prev_free_block is None and (block.block_hash is None) != (home is _List.BLANK):
-            home = _List.BLANK if block.block_hash is None else _List.ONCE
+        home = self._home.get(block.block_id, BLANK)
+        if block.prev_free_block is None and (block.block_hash is None) != (home == BLANK):
+            home = BLANK if block.block_hash is None else ONCE
             self._settle(block, home)
         return self._lists[home]
 
@@ -191,9 +185,7 @@ class ArcQueue(EvictionQueue):
     # -- views --------------------------------------------------------------------------------
 
     def victims(self) -> Victims:
-        return _ArcVictims(
-            self, self._size[_List.ONCE], [queue.iter_blocks_after(None) for queue in self._lists]
-        )
+        return _ArcVictims(self, self._size[ONCE], [queue.iter_blocks_after(None) for queue in self._lists])
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         return list(self.iter_blocks_after(None))
@@ -213,8 +205,7 @@ class ArcQueue(EvictionQueue):
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Slots wanted once and again, held ones included, and ghosts of either."""
-        once, again = _List.ONCE, _List.AGAIN
-        return self._size[once], self._size[again], len(self._ghosts[once]), len(self._ghosts[again])
+        return self._size[ONCE], self._size[AGAIN], len(self._ghosts[ONCE]), len(self._ghosts[AGAIN])
 
 
 class _ArcVictims(Victims):
@@ -227,7 +218,7 @@ class _ArcVictims(Victims):
         self._next = [next(blocks, None) for blocks in lists]
 
     @property
-    def _which(self) -> _List:
+    def _which(self) -> int:
         return self._queue.next_list(self._once, [block is not None for block in self._next])
 
     def peek(self) -> KVCacheBlock | None:
@@ -235,6 +226,6 @@ class _ArcVictims(Victims):
 
     def take(self, key: BlockHashWithGroupId | None) -> None:
         which = self._which
-        self._once -= which is _List.ONCE
-        self._once += self._queue.home_of(key) is _List.ONCE
+        self._once -= which == ONCE
+        self._once += self._queue.home_of(key) == ONCE
         self._next[which] = next(self._lists[which], None)
