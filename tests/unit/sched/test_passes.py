@@ -181,6 +181,25 @@ def test_priority_decides_admission_and_preemption() -> None:
     assert list(driver.ends) == ["high", "mid", "low"]
 
 
+def test_twins_that_arrive_at_the_same_moment_do_not_preempt_each_other_for_ever() -> None:
+    scheduler = make_scheduler(
+        [full(2)],
+        15,
+        policy="priority",
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+        looks_ahead=True,
+        max_num_batched_tokens=8,
+        long_prefill_token_threshold=6,
+    )
+    driver = Driver(scheduler, depth=2)
+    twins = [driver.add(name, prompt(20, i), max_tokens=7, arrival_time=1.0) for i, name in enumerate("ab")]
+    for _ in range(80):
+        driver.step()
+    assert list(driver.ends) == ["a", "b"]
+    assert [twin.num_preemptions for twin in twins] <= [0, 2]
+
+
 def test_a_small_request_overtakes_one_that_does_not_fit_but_not_for_ever() -> None:
     scheduler = make_scheduler([full(4)], 13, max_num_seqs=8)
     driver = Driver(scheduler)

@@ -47,7 +47,9 @@ def choose_victim(
     if not candidates:
         return None
     if policy is SchedulingPolicy.PRIORITY:
-        return max(candidates, key=lambda request: (request.priority, request.arrival_time))
+        # The order of the queue to the last tie: samples of one prompt arrive at the same moment, and would else take
+        # turns in preempting one another for ever.
+        return max(candidates)
     return candidates[-1]
 
 
