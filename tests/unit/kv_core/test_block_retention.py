@@ -193,6 +193,19 @@ def test_blocks_given_back_to_the_front_do_not_lead_others_there() -> None:
     assert world.order() == names("p0 n0 m0 h0")
 
 
+def test_many_claims_on_what_is_gone_make_room_for_as_many_new_ones() -> None:
+    world = World(blocks=401)
+    world.run("p", 400, pin=True)
+    world.pool.free_blocks(world.pool.get_new_blocks(400))
+    world.run("q", 400, pin=True)
+    assert (world.keep.num_protected, world.keep.num_refused) == (400, 0)
+    # Few of many are gone: they are found in time, a bounded number of claims looked at for each request.
+    for _ in range(8):
+        world.run("r", 100, pin=True)
+    assert world.keep.num_protected == 400
+    assert all(world.keep.level_of(key).is_protected for key in keys("r", 100))
+
+
 def test_claims_are_bounded_by_the_pool() -> None:
     world = World(blocks=5)
     for turn in range(200):

@@ -21,6 +21,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
+TRIES = 64
+"""Old claims on contents that are still there, looked at in vain for one new hold when the limit is reached."""
 Name = tuple[str | None, str]
 """A prompt's name within its scope: names of different cache salts never meet."""
 
@@ -67,6 +69,7 @@ class BlockRetention:
         self._holds: OrderedDict[int, Hold] = OrderedDict()
         self._expiries: list[tuple[float, int]] = []
         self._next_id = 0
+        self._tries = 0
         # Blocks of a level in the order of the queue; one that somebody holds has left the queue meanwhile.
         self._places: dict[RetentionLevel, OrderedDict[int, KVCacheBlock]] = {
             level: OrderedDict() for level in RetentionLevel if level is not RetentionLevel.NORMAL
@@ -88,6 +91,7 @@ class BlockRetention:
         expires_at = inf if hint.ttl_s is None else self._clock.monotonic() + hint.ttl_s
         self._next_id += 1
         hold = Hold(hint.level, expires_at, keys, tuple(names), self._next_id)
+        self._tries = TRIES
         for key in keys:
             self._claim(key, hold)
         self._register(hold)
@@ -132,16 +136,19 @@ class BlockRetention:
         self._owners[key] = hold
         self._owners.move_to_end(key)
 
-    def _drop_vanished(self, asking: Hold, tries: int = 8) -> bool:
+    def _drop_vanished(self, asking: Hold) -> bool:
         """Look whether some of the oldest claims of others are on contents that were evicted, and drop those."""
         before = self.num_protected
-        for _ in range(min(tries, len(self._owners))):
+        for _ in range(min(8, len(self._owners))):
+            if self._tries <= 0:
+                break
             key = next(iter(self._owners))
             is_own = self._owners[key] is asking
-            if not (is_own or key in self._expected or self._pool.index.map.get_one_block(key) is not None):
-                self._disown(key)
-            else:
+            if is_own or key in self._expected or self._pool.index.map.get_one_block(key) is not None:
                 self._owners.move_to_end(key)
+                self._tries -= 1
+            else:
+                self._disown(key)
         return self.num_protected < before
 
     def _register(self, hold: Hold) -> None:
@@ -210,11 +217,18 @@ class BlockRetention:
         if not self._owners and not any(self._places.values()):
             self._queue.append_n(blocks)
             return
+        ordinary: list[KVCacheBlock] = []
         by_level: dict[RetentionLevel, list[KVCacheBlock]] = {}
+        find, normal = self._owners.get, RetentionLevel.NORMAL
         for block in blocks:
             key = block.block_hash
-            level = RetentionLevel.NORMAL if key is None else self.level_of(key)
-            by_level.setdefault(level, []).append(block)
+            hold = None if key is None else find(key)
+            if hold is None or hold.level is normal:
+                ordinary.append(block)
+            else:
+                by_level.setdefault(hold.level, []).append(block)
+        if ordinary:
+            self._insert(normal, ordinary)
         for level, those in by_level.items():
             self._insert(level, those)
 
