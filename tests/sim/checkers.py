@@ -18,6 +18,7 @@ from vllm.v1.core.block_hash import (
 )
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
+from vllm.v1.simple_kv_offload.arc import ArcQueue
 from vllm.v1.simple_kv_offload.transfer import TransferState
 
 WORKERS_ONLY = frozenset({"tick", "copy", "unstall", "poison"})
@@ -71,7 +72,10 @@ def check_all(run: Run) -> None:
 
 def view(name: str, pool: BlockPool) -> PoolView:
     """Walk the free queue and the blocks of a pool."""
-    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    queue = pool.free_block_queue
+    # In which order ARC would give its slots away takes long to find out; who is idle is asked list by list.
+    lists = queue._lists if isinstance(queue, ArcQueue) else [queue]
+    free = [block.block_id for each in lists for block in each.get_all_free_blocks()]
     entries = [
         (block.block_id, key)
         for block in pool.blocks
