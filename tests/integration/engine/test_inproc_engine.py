@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.structured_output.guidance import GuidanceBackend, GuidanceGrammar
 
 FLAKY = "tests.helpers.faulty_executors.PoisonedExecutor"
@@ -110,6 +111,35 @@ def test_a_disk_tier_serves_what_the_cpu_tier_has_no_room_for(name: str, tmp_pat
     assert [tokens(output) for output in again] == [tokens(output) for output in fresh]
     assert [output.num_cached_tokens for output in again] == [3 * block] * len(prompts)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_policies_of_the_tiers_change_no_answer() -> None:
+    """ARC, storing on the second offer, and the measure of what is worth reading, with times of a real engine."""
+    settings = offload_settings()
+    settings["kv_transfer_config"]["kv_connector_extra_config"] |= {
+        "eviction_policy": "arc",
+        "store_threshold": 2,
+        "decline_slow_tier": "all",
+    }
+    engine = start(max_model_len=512, **settings)
+    prompts = [prompt_of(48 + 16 * seed, seed) for seed in range(6)]
+    rounds = []
+    for number in range(3):
+        names = [f"{number}.{i}" for i in range(len(prompts))]
+        rounds.append(
+            [run(engine, {name: prompt})[name] for name, prompt in zip(names, prompts, strict=True)]
+        )
+        assert engine.reset_prefix_cache()
+    assert [tokens(o) for o in rounds[0]] == [tokens(o) for o in rounds[1]] == [tokens(o) for o in rounds[2]]
+    assert [o.num_cached_tokens for o in (*rounds[0], *rounds[1])] == [0] * 12, "stored when had twice"
+    connector = engine.engine_core.engine_core.scheduler.connector  # type: ignore[attr-defined]
+    speed = connector.scheduler_manager.speed
+    assert speed.prefill.samples >= 12
+    assert speed.prefill.value > 0
+    read = [o.num_cached_tokens for o in rounds[2] if o.num_cached_tokens]
+    assert len(read) + speed.declines[CacheHitSource.HOST] == len(prompts), "each is read or declined"
+    assert len(read) >= 4, "nothing is declined before four loads were seen"
+    assert speed.loads[CacheHitSource.HOST].value > 0
 
 
 def test_pfx_14_a_reset_empties_all_tiers_or_names_those_it_left() -> None:
