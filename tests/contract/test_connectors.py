@@ -107,6 +107,7 @@ CONNECTORS: dict[str, Callable[[Path], KVTransferConfig]] = {
     "native": native(),
     "native-chain": native(tiers=True),
     "offload-chain": simple(**CHAIN),
+    "offload-arc": simple(eviction_policy="arc"),
     "offload-disk": simple(**DISK),
     "offload-eager": simple(),
     "offload-lazy": simple(lazy_offload=True),
@@ -118,6 +119,13 @@ SINGLE_WORKER = {"example"}
 SHARED_FILES = {"example"}
 # Their copies cannot be held back by the test.
 OWN_THREADS = {"offload-disk"}
+HINTS = [
+    None,
+    {"pin": True, "ttl": 3},
+    {"priority": "low"},
+    {"priority": "high", "id": "a", "superseded_by": "b"},
+    {"id": "b"},
+]
 SPECS = {
     "full": [full()],
     "window": [full(), window()],
@@ -246,7 +254,8 @@ def test_a_busy_engine_with_everything_at_once(make_rig: Callable[..., Rig], spe
     live: list[Request] = []
     for step in range(60):
         if len(live) < 5 and rng.random() < 0.5:
-            live.append(rig.add(prompt(rng.choice((7, 13, 21, 30)), rng.randrange(3)), rng.randint(1, 6)))
+            tokens = prompt(rng.choice((7, 13, 21, 30)), rng.randrange(3))
+            live.append(rig.add(tokens, rng.randint(1, 6), hint=rng.choice(HINTS)))
         rig.step(copies=rng.random() < 0.3)
         if live and rng.random() < 0.1:
             rig.abort(rng.choice(live))

@@ -196,7 +196,9 @@ class Rig:
         """A request that is not added yet."""
         request_id = fields.pop("request_id", f"r{self._next_id}")
         self._next_id += 1
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        hint = fields.pop("hint", None)
+        extra = None if hint is None else {"kv_retention": hint}
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, extra_args=extra)
         request = Request(
             request_id, list(prompt), params, None, arrival_time=float(self._next_id), block_hasher=self.hasher,
             **fields,

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.offload_rig import BLOCK, Rig, full, mamba, prompt, ring, window
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_retention import BlockRetention
 from vllm.v1.core.invariants import pool_problems
 from vllm.v1.request import Request
@@ -17,13 +16,7 @@ SPECS = {"full": [full()], "hybrid": [full(), window(), mamba(), ring(6)]}
 
 def ask(rig: Rig, tokens: list[int], hint: dict[str, Any] | None = None, max_tokens: int = 1) -> Request:
     """Run one request with a hint."""
-    request = rig.make_request(tokens, max_tokens)
-    if hint is not None:
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, extra_args={"kv_retention": hint})
-        request = Request(
-            request.request_id, list(tokens), params, None, arrival_time=0.0, block_hasher=rig.hasher
-        )
-        rig.requests[request.request_id] = request
+    request = rig.make_request(tokens, max_tokens, hint=hint)
     rig.scheduler.add_request(request)
     rig.run()
     rig.check_output(request)
@@ -148,16 +141,10 @@ def test_a_newer_version_frees_the_old_one_at_once() -> None:
 
 def test_requests_that_fail_or_never_ran_keep_nothing() -> None:
     rig = Rig()
-    bad = rig.make_request(prompt(25))
-    params = SamplingParams(max_tokens=2, extra_args={"kv_retention": {"pin": True}})
-    bad = Request(bad.request_id, prompt(25), params, None, arrival_time=0.0, block_hasher=rig.hasher)
-    rig.requests[bad.request_id] = bad
-    rig.scheduler.add_request(bad)
+    bad = rig.add(prompt(25), max_tokens=2, hint={"pin": True})
     rig.step(nan=[bad.request_id])
     rig.run()
-    queued = Request("queued", prompt(25, 1), params, None, arrival_time=0.0, block_hasher=rig.hasher)
-    rig.scheduler.add_request(queued)
-    rig.abort(queued)
+    rig.abort(rig.add(prompt(25, 1), max_tokens=2, hint={"pin": True}))
     rig.run()
     assert rig.scheduler.kv_cache_manager.block_pool.placer is None
     assert rig.manager.tier.pool.placer is None
@@ -181,11 +168,7 @@ def test_without_hints_there_is_nothing() -> None:
 def test_copies_that_arrive_after_the_end_are_kept_too() -> None:
     rig = Rig(device_blocks=40, host_blocks=21)
     rig.config.cache_config.kv_retention_share = 0.5
-    request = rig.make_request(prompt(25), 1)
-    params = SamplingParams(max_tokens=1, temperature=0.0, extra_args={"kv_retention": {"pin": True}})
-    request = Request(request.request_id, prompt(25), params, None, arrival_time=0.0, block_hasher=rig.hasher)
-    rig.requests[request.request_id] = request
-    rig.scheduler.add_request(request)
+    request = rig.add(prompt(25), max_tokens=1, hint={"pin": True})
     rig.step(copies=False)
     rig.step(copies=False)
     assert request.is_finished()
@@ -194,3 +177,10 @@ def test_copies_that_arrive_after_the_end_are_kept_too() -> None:
     for seed in range(1, 8):
         ask(rig, prompt(25, seed))
     assert rig.in_tier(request) == list(range(6))
+
+
+def test_without_prefix_caching_a_hint_is_about_nothing() -> None:
+    rig = Rig(held=False, config_changes={"caching": False})
+    rig.add(prompt(25), hint={"pin": True})
+    rig.run()
+    assert rig.scheduler.kv_cache_manager.block_pool.placer is None

@@ -50,7 +50,7 @@ def retain_on_device(manager: KVCacheManager, request: Request, share: float, cl
     States and windows that the request itself has left behind count as well: a hit needs them.
     """
     hint = request.retention
-    if hint is None or not leaves_content(request):
+    if hint is None or not manager.enable_caching or not leaves_content(request):
         return
     retention = retention_of(manager.block_pool, share, clock)
     if retention is None:
