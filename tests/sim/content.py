@@ -38,6 +38,16 @@ def next_token(fingerprint: int) -> int:
     return 1 + (fingerprint >> 7) % ALPHABET
 
 
+def guess_tokens(fingerprint: int, count: int) -> list[int]:
+    """What a drafter says comes next: mostly what the model says, now and then something else."""
+    guesses = []
+    for _ in range(count):
+        token = next_token(fingerprint)
+        guesses.append(1 + token % ALPHABET if (fingerprint >> 23) % 4 == 0 else token)
+        fingerprint = extend(fingerprint, guesses[-1])
+    return guesses
+
+
 def in_group(fingerprint: int, group: int) -> int:
     """The stamp that a group keeps for a fingerprint; groups differ, so that swapped groups are noticed."""
     return (fingerprint + (group + 1) * _PRIME) & _MASK
@@ -56,6 +66,14 @@ class Chain:
         tokens, self.tokens = self.tokens, []
         for token in tokens:
             self.append(token)
+
+    def followed_by(self, tokens: list[int]) -> Chain:
+        """A longer chain; this one stays as it is."""
+        longer = Chain(self.start)
+        longer.tokens, longer.prints = list(self.tokens), list(self.prints)
+        for token in tokens:
+            longer.append(token)
+        return longer
 
     def append(self, token: int) -> None:
         """Add one token."""

@@ -7,7 +7,7 @@ compares. So *hit ⇒ bytes equal* is checked at every read, and it does not mat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tests.sim.content import Chain, in_group
 from tests.sim.failure import require
@@ -104,6 +104,8 @@ class Rows:
     """Scheduled while a step that fails was ahead: it may read what that step should have written. Its result is then
     nonsense, as on a real device, and the scheduler must not let anybody see it."""
     void: bool = False
+    drafts: list[int] = field(default_factory=list)
+    """The last tokens of `chain`, which are only tried."""
 
     def stamp(self, group: int, num_tokens: int) -> int:
         """What a group must hold for the prefix of that many tokens."""

@@ -24,6 +24,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
 from vllm.v1.core.kv_kinds.mamba import MambaManager
 from vllm.v1.core.kv_kinds.sliding_window import SlidingWindowManager
+from vllm.v1.core.sched import results
 from vllm.v1.core.sched.lifecycle import RequestLifecycle
 from vllm.v1.core.sched.remote_wait import RemoteWaits
 from vllm.v1.core.sched.results import Results
@@ -435,7 +436,21 @@ def _only_the_chosen_connector_hears(original: Any) -> Any:
     return update
 
 
+def _refused_drafts_count_as_computed() -> AbstractContextManager[object]:
+    """Positions of refused drafts are never computed again."""
+    original = results.settle_counters
+
+    def settle(request: Any, *args: Any) -> Any:
+        drafted = original(request, *args)
+        if drafted is not None:
+            request.num_computed_tokens += drafted.num_drafts - drafted.num_accepted
+        return drafted
+
+    return patch.object(results, "settle_counters", settle)
+
+
 MUTANTS: dict[str, Mutant] = {
+    "refused drafts count as computed": _refused_drafts_count_as_computed,
     "pinned blocks are kept back": _replaced(BlockRetention, "_insert", pinned_blocks_are_kept_back),
     "places are never left": _replaced(BlockRetention, "leave", places_are_never_left),
     "held slots stay queued": held_slots_stay_queued,

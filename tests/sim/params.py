@@ -90,6 +90,10 @@ class SimParams:
     second_host_blocks: int = 0
     """Of a second offload connector behind the same MultiConnector; 0 = only one connector."""
     second_lazy: bool = False
+    num_spec_tokens: int = 0
+    """Drafts per step."""
+    eagle: bool = False
+    """The drafter reads hidden states, so that the last block of a hit is computed again."""
 
     @property
     def fault_probability(self) -> float:
@@ -222,7 +226,16 @@ def draw_params(seed: int) -> SimParams:
         params = _load_heavy(params)
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
-    return _with_second(_with_policies(_with_disk(_fit(params))))
+    return _with_drafts(_with_second(_with_policies(_with_disk(_fit(params)))))
+
+
+def _with_drafts(params: SimParams) -> SimParams:
+    """Speculation in some of the worlds whose kinds can take tokens back; drawn apart, so that the others stay."""
+    rng = Streams(params.seed).stream("drafts")
+    fixed = any(isinstance(spec, MambaSpec | CircularBufferSpec) for spec in params.specs)
+    if fixed or params.pipeline_stages > 1 or rng.random() >= 0.2:
+        return params
+    return replace(params, num_spec_tokens=rng.choice((1, 2, 3)), eagle=rng.random() < 0.4)
 
 
 def _with_second(params: SimParams) -> SimParams:

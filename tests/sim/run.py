@@ -228,6 +228,7 @@ class Run(RunViews):
         for request_id, count in output.num_scheduled_tokens.items():
             tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             start, end = starts[request_id], starts[request_id] + count
+            start = max(0, start - self.params.num_spec_tokens * self.params.depth)  # drafts may be refused
             blocks: set[int] = set()
             for group, table in zip(self.worker.groups, tables, strict=True):
                 first, last = start // group.block_size, (end - 1) // group.block_size
@@ -370,6 +371,8 @@ class Run(RunViews):
         for request_id in failed:
             self._note_failed_load(request_id)
         self._take(self.scheduler.update_from_output(step.output, combined))
+        if self.params.num_spec_tokens and not self.params.async_scheduling:
+            self.scheduler.update_draft_token_ids(self.worker.all_drafts())
         if corrupted is not None and corrupted.status is RequestStatus.FINISHED_ERROR:
             spoil(self, lost)  # else the step was void already, and so were its logits
 
@@ -428,6 +431,7 @@ class Run(RunViews):
 
     def _note_end(self, truth: Truth, reason: FinishReason) -> None:
         truth.finish_reason = str(reason)
+        self.registry.learn(self.requests[truth.request_id])
         if any(truth.request_id in step.output.num_scheduled_tokens for step in self.steps):
             self.marks.hit("finish with a step in flight")
         require(
@@ -442,7 +446,6 @@ class Run(RunViews):
         if truth.ended_by is not None or truth.cooled or self.offload is None:
             return
         request = self.requests[truth.request_id]
-        self.registry.learn(request)
         group_id = self.offload.fa_gidx
         size = self.params.specs[group_id].block_size
         coordinator = self.scheduler.kv_cache_manager.coordinator

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.sim.content import NONSENSE, Chain, next_token, root
+from tests.sim.content import NONSENSE, Chain, guess_tokens, next_token, root
 from tests.sim.copies import CopyJob, Lanes
 from tests.sim.device import Memory, Rows, forward, make_groups
 from tests.sim.failure import SimFailure, require
@@ -19,7 +19,7 @@ from tests.sim.params import SimParams
 from tests.sim.policies import times_of
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.simple_kv_offload.metadata import (
     INVALID_JOB_ID,
     SimpleCPUOffloadMetadata,
@@ -39,6 +39,8 @@ class WorkerRequest:
     replay_start: int
     cached_end: int
     """Tokens that were cached when the request was admitted; replay does not rewrite them."""
+    drafts: list[int] = field(default_factory=list)
+    """What the drafter says comes next."""
 
 
 @dataclass
@@ -179,14 +181,21 @@ class SimWorker:
                 continue
             request = self.requests[request_id]
             start, end = starts[request_id], starts[request_id] + count
+            drafts = self._drafts(request, output.scheduled_spec_decode_tokens.get(request_id, []))
             known = len(request.chain.tokens)
+            if self.params.num_spec_tokens and self.params.async_scheduling and end - len(drafts) > known:
+                # Scheduled as if all drafts under way were accepted; the workers know better.
+                start, end = start - (end - len(drafts) - known), known + len(drafts)
+                self.marks.hit("start behind refused drafts")
             require(
-                end <= known, "I6", f"{request_id} is to compute [{start}, {end}) of {known} known tokens"
+                end <= known + len(drafts),
+                "I6",
+                f"{request_id} is to compute [{start}, {end}) of {known} known tokens",
             )
             batch.append(
                 Rows(
                     request_id,
-                    request.chain,
+                    request.chain.followed_by(drafts) if drafts else request.chain,
                     request.tables,
                     start,
                     end,
@@ -195,16 +204,35 @@ class SimWorker:
                     version,
                     version == self.version,
                     shadowed,
+                    drafts=drafts,
                 )
             )
         return batch
 
+    def _drafts(self, request: WorkerRequest, scheduled: list[int]) -> list[int]:
+        """Placeholders stand for the workers' own drafts; where there are none, for tokens that are always refused."""
+        own = request.drafts if self.params.async_scheduling else []
+        return [own[i] if token < 0 and i < len(own) else token for i, token in enumerate(scheduled)]
+
     def _sample(self, rows: Rows) -> list[int]:
-        if rows.end < len(rows.chain.tokens):
+        request, drafts = self.requests[rows.request_id], rows.drafts
+        known = len(request.chain.tokens)
+        if rows.end < known + len(drafts):
             return []
-        token = NONSENSE if rows.void else next_token(rows.chain.prints[rows.end])
-        rows.chain.append(token)
-        return [token]
+        tokens = []
+        for guess in [*drafts, None]:
+            tokens.append(NONSENSE if rows.void else next_token(request.chain.prints[-1]))
+            request.chain.append(tokens[-1])
+            if rows.void or guess != tokens[-1]:
+                break
+        if drafts:
+            self.marks.hit("drafts refused" if len(tokens) <= len(drafts) else "drafts accepted")
+        request.drafts = guess_tokens(request.chain.prints[-1], self.params.num_spec_tokens)
+        return tokens
+
+    def all_drafts(self) -> DraftTokenIds:
+        """What an engine without look-ahead asks for after a step."""
+        return DraftTokenIds(list(self.requests), [list(r.drafts) for r in self.requests.values()])
 
     def _mark_kinds(self, batch: list[Rows]) -> None:
         for rows in batch:

@@ -17,6 +17,7 @@ from vllm.config import (
     LoRAConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -137,6 +138,14 @@ def _offloads(connector: KVConnectorBase_V1 | None) -> list[SimpleCPUOffloadSche
     return [child.scheduler_manager for child in children if child is not None]
 
 
+def _drafter(params: SimParams) -> SpeculativeConfig | None:
+    if params.num_spec_tokens == 0:
+        return None
+    return SpeculativeConfig(
+        method="mtp" if params.eagle else "draft_model", num_speculative_tokens=params.num_spec_tokens
+    )
+
+
 def _vllm_config(params: SimParams) -> VllmConfig:
     config = VllmConfig(
         model_config=_model_config(params),
@@ -162,6 +171,7 @@ def _vllm_config(params: SimParams) -> VllmConfig:
         parallel_config=ParallelConfig(pipeline_parallel_size=params.pipeline_stages),
         device_config=DeviceConfig("cpu"),
         lora_config=LoRAConfig(max_loras=1),
+        speculative_config=_drafter(params),
         kv_transfer_config=_transfer_config(params),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )
