@@ -153,7 +153,7 @@ class StoreSide:
 
     def plan_step(self, output: SchedulerOutput) -> None:
         """Plan the confirmed blocks of the scheduled requests and the state hand-offs of the step."""
-        for req_id in output.num_scheduled_tokens:
+        for req_id in output.num_scheduled_tokens if self.stores.reuse.is_on else ():
             if req_id in self.states:
                 self._offer(self.states[req_id].request)
         block_state = output.kv_connector_block_state
@@ -167,12 +167,16 @@ class StoreSide:
         patrolled = {state.request.request_id for state in self.patrol.turns(scheduled)}
         for state in scheduled:
             req_id = state.request.request_id
-            table: BlockTable = state.block_ids
             patrol = req_id in patrolled and self.patrol.has_work(self.stores, state)
+            own_hand_offs = hand_offs.pop(req_id, ())
+            has_new = self._has_new_blocks(state)
+            if not (patrol or has_new or own_hand_offs):
+                continue  # most steps of most requests
+            table: BlockTable = state.block_ids
             # A table is as long as the request: it is only asked for where something is to be walked.
-            if block_state is not None and (patrol or self._has_new_blocks(state)):
+            if block_state is not None and (patrol or has_new):
                 table = block_state.get_block_ids(req_id) or table
-            self._plan_running(state, table, hand_offs.pop(req_id, ()), patrol)
+            self._plan_running(state, table, own_hand_offs, patrol)
         for left in hand_offs.values():
             self.boundary.drop(left)
 
@@ -213,8 +217,9 @@ class StoreSide:
 
     def _has_new_blocks(self, state: StoreRequestState) -> bool:
         """Whether some cursor may move in this step."""
+        storable = self.stores.storable_tokens(state.request)
         return any(
-            state.num_stored_blocks[group] < num_full_blocks(self.stores, state.request, group)
+            state.num_stored_blocks[group] < num_full_blocks(self.stores, state.request, group, storable)
             for group in self._stable
         )
 
