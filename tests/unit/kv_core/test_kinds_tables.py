@@ -237,7 +237,11 @@ def test_cross_attention_counts_encoder_tokens() -> None:
     req.num_computed_tokens = 4
     kv.allocate_slots(req, 1, num_encoder_tokens=10)
     assert [len(t) for t in tables(kv, "r")] == [2, 3]
-    assert isinstance(kv.coordinator.single_type_managers[1], CrossAttentionManager)
+    group = kv.coordinator.single_type_managers[1]
+    assert isinstance(group, CrossAttentionManager)
+    free = kv.block_pool.get_num_free_blocks()
+    assert group.allocate_external_computed_blocks("r", 0, 8) == [], "tokens from elsewhere are the decoder's"
+    assert kv.block_pool.get_num_free_blocks() == free
     assert [len(t) for t in kv.get_block_ids_for_computed_tokens("r", 4)] == [1, 3]
 
 

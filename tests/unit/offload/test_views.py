@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.helpers.offload_rig import Rig, full, mamba, prompt
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.simple_kv_offload.boundary import BoundaryStores
 from vllm.v1.simple_kv_offload.records import BlockStoreMeta
 
@@ -71,6 +72,34 @@ def test_settings_are_read_under_their_names() -> None:
     assert manager._target_free == manager.target_free > 0
     assert manager._info_labelvalues[0] == "cpu"
     assert manager._cursor is None
+    assert manager.cpu_coordinator is manager.tier.coordinator
+    assert manager.cpu_coordinator.block_pool is manager.cpu_block_pool
+
+
+def test_a_steps_stores_can_be_planned_by_hand() -> None:
+    rig = Rig(extra={"lazy_offload": True})
+    request = rig.add(prompt(13), max_tokens=1)
+    rig.step()
+    device_ids, slot_ids, owners = rig.manager.prepare_store_specs(SchedulerOutput.make_empty())
+    pool = rig.scheduler.kv_cache_manager.block_pool
+    hashes = [key[:-4] for i in device_ids if (key := pool.blocks[i].block_hash) is not None]
+    assert hashes == request.block_hashes[:3]
+    assert len(set(slot_ids)) == 3
+    assert owners == [], "what is near its end belongs to nobody"
+
+
+def test_without_events_a_choice_by_hand_says_nothing_of_tokens() -> None:
+    rig = Rig(events=False)
+    request = rig.add(prompt(13), max_tokens=4)
+    rig.step()
+    manager = rig.manager
+    manager.store_side.settle({})
+    table = rig.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    block_ids, _, meta = manager._select_eager_blocks_to_store(
+        manager._reqs_to_store[request.request_id], table
+    )
+    assert block_ids == list(table[0][:3])
+    assert meta is None
 
 
 def test_the_lazy_cursor_is_the_last_block_looked_at() -> None:

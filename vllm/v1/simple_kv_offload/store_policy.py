@@ -122,12 +122,14 @@ class Selection:
     @property
     def has_room(self) -> bool:
         """Whether one more candidate, which is there, can be taken."""
-        has_room = self.room > 0
-        if has_room and self._is_spared is not None:
+        if self.room > 0:
+            if self._is_spared is None:
+                return True
             victim = self.next_victim()
-            has_room = victim is not None and not self._is_spared(victim)
-        self.was_cut |= not has_room
-        return has_room
+            if victim is not None and not self._is_spared(victim):
+                return True
+        self.was_cut = True
+        return False
 
     def next_victim(self) -> KVCacheBlock | None:
         """The slot that one more candidate would get."""
@@ -404,7 +406,7 @@ def select_endangered(
     chosen = Selection(stores.tier, lambda slot: slot.block_hash in keys, max_blocks)
     chosen.room = min(chosen.room, limit)
     if uncopied:
-        slots = [stores.tier.get(key) for _, key in endangered.blocks]
+        slots = [stores.tier.get(key) for _, key in endangered.blocks if key not in lacking]
         stores.tier.refresh([slot for slot in slots if slot is not None])
     for block, key in uncopied:
         if key in chosen.keys:
