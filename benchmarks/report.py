@@ -87,7 +87,8 @@ def _draw_panels(path: Path, panels: Sequence[Panel]) -> None:
             axis.tick_params(axis="x", labelsize=7)
         for label, level in panel.marks.items():
             axis.axhline(level, color="gray", linestyle="--", linewidth=1, label=label)
-        axis.set_xscale("log" if panel.log_x else "linear")
+        if not panel.bars:  # names have no scale
+            axis.set_xscale("log" if panel.log_x else "linear")
         axis.set_yscale("log" if panel.log_y else "linear")
         axis.set_title(panel.title, fontsize=10)
         axis.set_xlabel(panel.x_label, fontsize=8)
