@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,11 @@ QUIET_CORES = 0.1
 COPY_GOAL, LOSS_GOAL = 0.90, 0.01
 
 
-def measure(quick: bool, folder: Path) -> dict[str, Any]:
-    """All figures of a run, with its load."""
+def measure(quick: bool, rounds: int | None, folder: Path) -> dict[str, Any]:
+    """All figures of a run, with its load; `rounds` replaces the numbers of rounds with servers."""
     scale = QUICK if quick else FULL
+    if rounds is not None:
+        scale = replace(scale, ttft_rounds=rounds, busy_rounds=rounds)
     watch = LoadWatch()
     dense, hybrid = dense_model(quick, folder), hybrid_model(quick, folder)
     data: dict[str, Any] = {"date": today(), "machine": machine(), "quick": quick}
@@ -307,10 +310,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="tiny models and sizes; the numbers mean nothing"
     )
+    parser.add_argument("--rounds", type=int, help="of the parts with servers, instead of the usual numbers")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of offload.{md,json,png}")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-offload-") as folder:
-        data = measure(args.quick, Path(folder))
+        data = measure(args.quick, args.rounds, Path(folder))
     write_document(args.out, "offload", intro(data), tables(data), panels(data), data)
     print((args.out / "offload.md").read_text())
     return 0
