@@ -11,6 +11,10 @@ from vllm.v1.core.block_pool import BlockPool
 
 def check_rest(run: Run) -> None:
     """All of them; the run must have drained."""
+    if run.params.shared:
+        run.other_engine().rest()
+        run.world.clock.advance(10.0)
+        run.look_at_shared_pool()
     check_all(run)
     check_nothing_left(run)
     check_device_contents(run)

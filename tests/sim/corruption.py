@@ -15,6 +15,7 @@ Place = tuple[str, int, BlockHashWithGroupId]
 
 def pages_below(run: RunViews, request: Request) -> list[Place]:
     """Where the tiers below hold a prefix of the request, in any group."""
+    run.look_at_shared_pool()
     groups = range(len(run.worker.groups))
     keys = {make_block_hash_with_group_id(h, group) for h in request.block_hashes for group in groups}
     return [

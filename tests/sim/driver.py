@@ -44,8 +44,8 @@ def replay(seed: int, actions: Sequence[Action]) -> Result:
 
 def _run(seed: int, ticks: int, actions: Sequence[Action] | None) -> Result:
     result = Result(seed)
+    run = Run(draw_params(seed))
     try:
-        run = Run(draw_params(seed))
         chooser = run.streams.stream("driver")
         for tick in range(ticks):
             if actions is None:
@@ -65,6 +65,8 @@ def _run(seed: int, ticks: int, actions: Sequence[Action] | None) -> Result:
         check_rest(run)
     except SimFailure as failure:
         result.failure = failure
+    finally:
+        run.close()
     return result
 
 

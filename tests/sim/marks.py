@@ -78,6 +78,12 @@ MARKS = frozenset(
         "store to a second connector",
         "load from a second connector",
         "second host eviction",
+        "load of what another engine stored",
+        "another engine reads",
+        "another engine evicts",
+        "another engine resets",
+        "another engine dies",
+        "another engine dies in the middle",
     }
 )
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from tests.sim.mutants_policy import gaps_in_what_is_stored, held_slots_stay_queued
 from tests.sim.retention import pinned_blocks_are_kept_back, places_are_never_left
+from tests.sim.shared_mutants import SHARED_POOL_MUTANTS
 from tests.sim.worker import SimWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core import block_hasher
@@ -494,5 +495,6 @@ MUTANTS: dict[str, Mutant] = {
     "only the chosen connector hears": _replaced(
         MultiConnector, "update_state_after_alloc", _only_the_chosen_connector_hears
     ),
+    **SHARED_POOL_MUTANTS,
     "nothing stored at the end": _replaced(StoreSide, "finish_request", _nothing_stored_at_the_end),
 }

@@ -94,6 +94,8 @@ class SimParams:
     """Drafts per step."""
     eagle: bool = False
     """The drafter reads hidden states, so that the last block of a hit is computed again."""
+    shared: bool = False
+    """The host tier is a pool that another engine uses too."""
 
     @property
     def fault_probability(self) -> float:
@@ -226,7 +228,7 @@ def draw_params(seed: int) -> SimParams:
         params = _load_heavy(params)
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
-    return _with_drafts(_with_second(_with_policies(_with_disk(_fit(params)))))
+    return _with_other_engine(_with_drafts(_with_second(_with_policies(_with_disk(_fit(params))))))
 
 
 def _with_drafts(params: SimParams) -> SimParams:
@@ -292,6 +294,22 @@ def _without_excuse(params: SimParams, rng: random.Random) -> SimParams:
         pending_store_blocks=0,
         faults=frozenset(),
         actions_off=params.actions_off | {"reset", "cool"},
+    )
+
+
+def _with_other_engine(params: SimParams) -> SimParams:
+    """A shared host tier in half of the worlds without a disk; drawn apart, so that the others stay as they are."""
+    if params.host_blocks == 0 or params.disk or params.disk_blocks or params.second_host_blocks:
+        return params
+    if Streams(params.seed).stream("shared").random() < 0.5:
+        return params
+    return replace(
+        params,
+        shared=True,
+        ranks=1,
+        eviction_policy="lru",
+        decline_slow_tier="off",
+        actions_off=params.actions_off - {"cool"},
     )
 
 

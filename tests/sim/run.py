@@ -20,7 +20,7 @@ from tests.sim.policies import PolicyMarks
 from tests.sim.registry import HashRegistry
 from tests.sim.retention import mark_retention
 from tests.sim.rng import Streams
-from tests.sim.views import RunViews
+from tests.sim.shared_run import SharedRun
 from tests.sim.worker import SimWorker, Step
 from tests.sim.workload import Truth, Workload, make_request
 from tests.sim.world import build_world
@@ -38,7 +38,7 @@ from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 LIVE_REQUESTS_MAX = 9
 
 
-class Run(RunViews):
+class Run(SharedRun):
     """State of one run. Nothing here decides what happens next; see driver.py."""
 
     def __init__(self, params: SimParams) -> None:
@@ -142,7 +142,7 @@ class Run(RunViews):
             weights["cool"] = 12
         if "pause" not in self.params.actions_off:
             weights["pause"] = 5 if self.scheduler.pause_state is PauseState.UNPAUSED else 40
-        return weights
+        return weights | ({"other": 100} if self.params.shared else {})
 
     def act(self, name: str, place: int, *, is_enabled: bool = False) -> None:
         """Take one action; one that is not possible (any more) does nothing."""

@@ -55,6 +55,12 @@ class RunViews:
                 pools.append((f"disk{suffix}", offload.chain.disk.pool, disks))
         return pools
 
+    def look_at_shared_pool(self) -> None:
+        """Bring this engine's view of the shared pool up to date, so that it can be compared with the bytes."""
+        if self.offload is not None:
+            with self.offload.tier.turn:
+                pass
+
     def moves(self) -> list[Transfer]:
         """Planned and submitted moves between host and disk."""
         return [] if self.chain is None else [*self.chain.down.live, *self.chain.up.live]

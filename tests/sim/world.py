@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from tests.sim.clock import SimClock
 from tests.sim.events import CapturingPublisher
+from tests.sim.other_engine import SharedMemory
 from tests.sim.params import SimParams
 from vllm.config import (
     CacheConfig,
@@ -32,6 +33,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import BlockHasher
 from vllm.v1.simple_kv_offload.capacity import gpu_total_bytes
+from vllm.v1.simple_kv_offload.copy_backends.shared_host import hold_segment, leave_shared_pool
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -56,6 +58,13 @@ class World:
     hasher: BlockHasher | None
     scheduler_block_size: int
     hash_block_size: int
+    shared: SharedMemory | None = None
+
+    def close(self) -> None:
+        """Let go of what lies outside this process."""
+        if self.shared is not None and self.connector is not None:
+            self.connector.shutdown()
+            self.shared.close()
 
 
 def _model_config(params: SimParams) -> SimpleNamespace:
@@ -103,6 +112,8 @@ def _transfer_config(params: SimParams) -> KVTransferConfig | None:
             "disk_path": "/nonexistent/sim",
             "disk_capacity_bytes": 1 << 40,
         }
+    if params.shared:
+        extra["shared_pool"] = "sim"
     if params.disk_blocks:
         # Sizes in bytes are not known yet: `build_world` sets the capacity.
         extra |= {"disk_tier": True, "disk_path": "/nonexistent/sim", "disk_wait_s": SIM_DISK_WAIT_S}
@@ -204,6 +215,11 @@ def build_world(params: SimParams) -> World:
         if params.pending_store_blocks:
             extra["max_pending_store_bytes"] = params.pending_store_blocks * block_bytes
     clock, publisher = SimClock(), CapturingPublisher()
+    shared = SharedMemory(params.host_blocks, clock) if params.shared else None
+    if shared is not None:
+        assert config.kv_transfer_config is not None
+        config.kv_transfer_config.engine_id = str(shared.path)
+        hold_segment(str(shared.path), shared.attach())
     scheduler_cls = AsyncScheduler if params.async_scheduling else Scheduler
     scheduler = scheduler_cls(
         vllm_config=config,
@@ -221,6 +237,8 @@ def build_world(params: SimParams) -> World:
         manager.clock = clock
         if manager.chain is not None:
             manager.chain.clock = clock
+    if shared is not None:
+        leave_shared_pool(config)  # the worker half; the scheduler half goes with the world
     uses_hashes = params.prefix_caching or params.host_blocks > 0
     return World(
         params=params,
@@ -235,4 +253,5 @@ def build_world(params: SimParams) -> World:
         hasher=get_request_block_hasher(hash_size, HASH_FN) if uses_hashes else None,
         scheduler_block_size=block_size,
         hash_block_size=hash_size,
+        shared=shared,
     )

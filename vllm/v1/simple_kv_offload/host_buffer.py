@@ -28,13 +28,14 @@ class HostBuffer:
         num_blocks: int,
         pin: Pin | None = None,
         unpin: Unpin | None = None,
+        regions: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Allocate; ``pin`` registers a tensor with the device and says whether it could."""
+        """Allocate, unless memory is given; ``pin`` registers a tensor with the device and says whether it could."""
         self._unpin = unpin
         self._pinned: list[torch.Tensor] = []
         self.regions: dict[str, torch.Tensor] = {}
         for name, size in region_bytes.items():
-            region = aligned_zeros(num_blocks, size)
+            region = aligned_zeros(num_blocks, size) if regions is None else regions[name]
             self.regions[name] = region
             if pin is not None and pin(region):
                 self._pinned.append(region)

@@ -44,6 +44,7 @@ from vllm.v1.simple_kv_offload.records import (
 )
 from vllm.v1.simple_kv_offload.reporting import StatsReporter
 from vllm.v1.simple_kv_offload.retention import retain_in_tier
+from vllm.v1.simple_kv_offload.shared_pool import SlotTable
 from vllm.v1.simple_kv_offload.speed import speed_check
 from vllm.v1.simple_kv_offload.store_policy import (
     StoreRequestState,
@@ -52,7 +53,7 @@ from vllm.v1.simple_kv_offload.store_policy import (
     select_endangered,
 )
 from vllm.v1.simple_kv_offload.store_side import StoreSettings, StoreSide
-from vllm.v1.simple_kv_offload.tier import Tier
+from vllm.v1.simple_kv_offload.tier import Tier, in_turn
 from vllm.v1.simple_kv_offload.tier_plan import (
     blocks_in,
     estimate_lazy_target_blocks,
@@ -62,7 +63,6 @@ from vllm.v1.simple_kv_offload.tier_plan import (
 from vllm.v1.simple_kv_offload.views import ManagerViews
 
 logger = init_logger(__name__)
-
 PREFILL_TOKENS_MIN = 16
 """Prompt tokens of a step below which its time says little about computing prompts."""
 
@@ -74,6 +74,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     ``num_cpu_blocks`` replaces sizing by bytes, ``aligned_num_cpu_blocks`` is what the ranks agreed on.
     ``disk_tier_bytes > 0`` puts a disk of so many bytes per rank below host memory, kept for the next start with
     ``disk_persist``.
+    ``shared_table``: the slots are those of a pool that other engines use too.
     ``prompt_only`` copies no generated tokens; ``any_cacheable_group`` serves models without full attention too.
     Raises ``ValueError`` for capacities or models it cannot work with.
     """
@@ -97,6 +98,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         prompt_only: bool = False,
         any_cacheable_group: bool = False,
         policy: OffloadPolicy = DEFAULT_POLICY,
+        shared_table: SlotTable | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.lazy_offload = lazy_offload
@@ -114,7 +116,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             allow_partial_hits=not lazy_offload,
             eviction_policy=policy.eviction_policy,
         )
-        self.tier = Tier(kv_cache_config, plan)
+        self.tier = Tier(kv_cache_config, plan, shared_table)
         self.hash_block_size = hash_block_size
         self.promises = Promises(self.tier, scheduler_block_size, hash_block_size)
         self.expected_worker_count: int = vllm_config.parallel_config.world_size
@@ -192,6 +194,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
 
     # -- loads --------------------------------------------------------------------------------
 
+    @in_turn
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -230,6 +233,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         searchable = self.promises.searchable(request, num_computed_tokens)
         return (0, 0) if searchable is None else self.chain.peek(*searchable)
 
+    @in_turn
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -266,6 +270,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
 
     # -- one step -----------------------------------------------------------------------------
 
+    @in_turn
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SimpleCPUOffloadMetadata:
         """The orders of this step."""
         metadata = SimpleCPUOffloadMetadata()
@@ -301,6 +306,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         total = scheduler_output.total_num_scheduled_tokens
         return total if prompt_tokens >= PREFILL_TOKENS_MIN and 2 * prompt_tokens > total else 0
 
+    @in_turn
     def plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         """Plan what the policy wants copied in this step."""
         self.store_side.begin_step(scheduler_output)
@@ -327,6 +333,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         # A lease gives its blocks back last first; the oldest must end up frontmost again.
         side.plan(chosen.candidates[::-1], None, to_front=True)
 
+    @in_turn
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The workers' combined report of a processed step."""
         report = connector_output.kv_connector_worker_meta
@@ -374,6 +381,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         """`request_finished_all_groups` of a model with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @in_turn
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
@@ -396,6 +404,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
                 retain_in_tier(self.store_side.stores, request, share, self.clock)
         return False, None
 
+    @in_turn
     def reset(self) -> bool:
         """Make everything stored so far unfindable at once.
 

@@ -5,6 +5,7 @@ Owns names, types, bounds and defaults of the keys. It must not know sizes of a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -39,6 +40,7 @@ KNOWN_KEYS = (
     "disk_persist",
     "disk_wait_s",
     "transfer_timeout_s",
+    "shared_pool",
     *POLICY_KEYS,
 )
 
@@ -67,6 +69,8 @@ class OffloadOptions:
     any_cacheable_group: bool = False
     """Whether a model without full attention is served too."""
     policy: OffloadPolicy = DEFAULT_POLICY
+    shared_pool: str | None = None
+    """Name of the pool that this engine shares with others of the node; None = memory of its own."""
 
     @property
     def is_disk(self) -> bool:
@@ -103,6 +107,7 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
         mode = "disk_tier=true" if disk_tier else "kv_offload_backend='disk'"
         raise ValueError(f"disk_path must name a file for {mode}, got {disk_path!r}")
     server_wide, per_rank = _cpu_bytes(extra, world_size)
+    policy = parse_policy(extra)
     return OffloadOptions(
         cpu_bytes=per_rank,
         cpu_bytes_server_wide=server_wide,
@@ -118,9 +123,32 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
         transfer_timeout_s=_seconds(extra, "transfer_timeout_s", DEFAULT_TRANSFER_TIMEOUT_S),
         disk_tier=disk_tier,
         disk_wait_s=_seconds(extra, "disk_wait_s", DEFAULT_DISK_WAIT_S),
-        policy=parse_policy(extra),
+        policy=policy,
+        shared_pool=_shared_pool(extra, is_disk, policy, world_size),
         disk_persist=disk_persist,
     )
+
+
+def _shared_pool(
+    extra: Mapping[str, Any], is_disk: bool, policy: OffloadPolicy, world_size: int
+) -> str | None:
+    name = extra.get("shared_pool")
+    if name is None:
+        return None
+    if not isinstance(name, str) or re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) is None:
+        raise ValueError(
+            f"shared_pool must be a name of 1 to 64 letters, digits, '_', '.', '-', got {name!r}"
+        )
+    if is_disk:
+        raise ValueError(f"shared_pool={name!r} goes with host memory only, not with a disk tier or backend")
+    if policy.eviction_policy != DEFAULT_POLICY.eviction_policy:
+        raise ValueError(
+            f"shared_pool={name!r} has an order of eviction of its own, least recently used of all engines: "
+            f"it does not go with eviction_policy={policy.eviction_policy!r}"
+        )
+    if world_size != 1:
+        raise ValueError(f"shared_pool={name!r} needs engines of one rank, this one has {world_size}")
+    return name
 
 
 def check_num_cpu_blocks(value: Any) -> int | None:

@@ -180,7 +180,7 @@ class Stores:
 
     def is_copied(self, key: BlockHashWithGroupId) -> bool:
         """Whether the tier has this content or is about to."""
-        return key in self.in_flight or self.tier.contains(key)
+        return key in self.in_flight or self.tier.contains(key) or self.tier.is_expected(key)
 
     def block_size(self, group: int) -> int:
         """Tokens per block of a group."""

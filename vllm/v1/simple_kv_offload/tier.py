@@ -7,11 +7,15 @@ lifetimes or copies. Layer L4.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import islice
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from vllm.distributed.kv_event_types import AnyKVCacheEvent
+from vllm.utils.checks import check
 from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId, get_group_suffix
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
@@ -23,6 +27,7 @@ from vllm.v1.simple_kv_offload.eviction import (
     Victims,
     eviction_queue,
 )
+from vllm.v1.simple_kv_offload.shared_pool import SharedPool, SlotTable
 from vllm.v1.simple_kv_offload.transfer import StagedKey
 
 
@@ -45,19 +50,56 @@ class TierGeometry:
     eviction_policy: str = DEFAULT_EVICTION_POLICY
 
 
+class HasTier(Protocol):
+    """What acts on a tier."""
+
+    tier: Tier
+
+
+HasTierT = TypeVar("HasTierT", bound=HasTier)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_turn(
+    method: Callable[Concatenate[HasTierT, P], R],
+) -> Callable[Concatenate[HasTierT, P], R]:
+    """Make a whole call one turn on the tier (`Tier.turn`): what it finds cannot go away before it is held."""
+
+    @wraps(method)
+    def turn(self: HasTierT, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.tier.turn:
+            return method(self, *args, **kwargs)
+
+    return turn
+
+
 class Tier:
     """Slots of one medium. Slot 0 is the null block and never used.
 
     A slot is *staged* between `stage` and `commit`: held, without key, invisible to `find`.
     """
 
-    def __init__(self, kv_cache_config: KVCacheConfig, geometry: TierGeometry) -> None:
+    def __init__(
+        self, kv_cache_config: KVCacheConfig, geometry: TierGeometry, shared_table: SlotTable | None = None
+    ) -> None:
+        """With a ``shared_table`` the slots are those of a pool that other engines use too."""
         self.config = tier_kv_cache_config(kv_cache_config, geometry.num_blocks)
         self.medium = geometry.medium
         self.group_ids: tuple[int, ...] = tuple(kv_cache_config.prefix_cacheable_group_ids)
         self.key_suffixes = frozenset(map(get_group_suffix, self.group_ids))
         """What keys of these groups end with."""
-        self.pool = BlockPool(
+        self.shared: SharedPool | None = None
+        if shared_table is not None:
+            check(shared_table.num_slots == geometry.num_blocks, "the shared pool is of another size")
+            self.shared = SharedPool(
+                shared_table,
+                geometry.hash_block_size,
+                geometry.enable_events,
+                geometry.num_hash_lookahead_tokens,
+                geometry.medium,
+            )
+        self.pool = self.shared or BlockPool(
             geometry.num_blocks,
             enable_caching=True,
             hash_block_size=geometry.hash_block_size,
@@ -66,6 +108,8 @@ class Tier:
             medium=geometry.medium,
             make_free_queue=eviction_queue(geometry.eviction_policy),
         )
+        self.turn: AbstractContextManager[object] = self.shared or nullcontext()
+        """What is found, held, staged or given up must be so within a turn, in which no other engine acts."""
         self.geometry = geometry
         self.coordinator = self.make_coordinator(self.pool)
         self.commits = 0
@@ -124,8 +168,13 @@ class Tier:
         return self.pool.cached_block_hash_to_block.get_one_block(key) is not None
 
     def lacking(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
-        """Those of the keys that no slot is findable by."""
-        return self.pool.cached_block_hash_to_block.lacking(keys)
+        """Those of the keys that no slot is findable by, nor will be when another engine is done."""
+        missing = self.pool.cached_block_hash_to_block.lacking(keys)
+        return missing if self.shared is None else [key for key in missing if not self.is_expected(key)]
+
+    def is_expected(self, key: BlockHashWithGroupId) -> bool:
+        """Whether another engine of the pool is storing this content."""
+        return self.shared is not None and self.shared.is_expected(key)
 
     def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """A findable slot with this key."""
@@ -165,9 +214,11 @@ class Tier:
     ) -> list[KVCacheBlock]:
         """A slot for each of these contents; ``backwards``: they were chosen from the last one to the first."""
         keys = [staged[0].key if staged else None for staged in contents]
-        if not backwards:
-            return self.stage(len(keys), keys)
-        return self.stage(len(keys), keys[::-1])[::-1]
+        slots = self.stage(len(keys), keys[::-1])[::-1] if backwards else self.stage(len(keys), keys)
+        if self.shared is not None:
+            for slot, content in zip(slots, contents, strict=True):
+                self.shared.announce(slot, tuple((staged.key, staged.num_tokens) for staged in content))
+        return slots
 
     def stage(
         self, count: int, keys: Sequence[BlockHashWithGroupId | None] | None = None
@@ -190,9 +241,12 @@ class Tier:
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> int:
         """Make content unfindable under these keys; who holds the slots keeps them. Returns the slots."""
-        slots = {block.block_id for key in keys if (block := self.get(key)) is not None}
-        self.evict(slots)
-        return len(slots)
+        wanted, count = list(keys), 0
+        # Engines of a shared pool may have stored the same content in several slots.
+        while slots := {block.block_id for key in wanted if (block := self.get(key)) is not None}:
+            self.evict(slots)
+            count += len(slots)
+        return count
 
     def evict(self, slots: Iterable[int]) -> None:
         """Make these slots unfindable; who holds them keeps them."""

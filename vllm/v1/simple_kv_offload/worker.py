@@ -29,6 +29,11 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
 )
 from vllm.v1.simple_kv_offload.copy_backends.disk_file import DIRECT_IO_ALIGNMENT
 from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
+from vllm.v1.simple_kv_offload.copy_backends.shared_host import (
+    leave_shared_pool,
+    open_shared_pool,
+    segment_regions,
+)
 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor, unpin_tensor
 from vllm.v1.simple_kv_offload.disk_backend import DiskBackend, disk_file_path, kept_file_path
 from vllm.v1.simple_kv_offload.disk_moves import DiskMoves
@@ -110,9 +115,12 @@ class SimpleCPUOffloadWorker:
         transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S,
         disk_tier: bool = False,
         disk_persist: bool = False,
+        shared_pool: str | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._vllm_config = vllm_config
+        self._shared_pool = shared_pool
+        self._in_shared_pool = False
         self._kv_cache_config = kv_cache_config
         self._is_disk = kv_offload_backend == "disk"
         self._capacity_bytes = disk_capacity_bytes if self._is_disk else cpu_capacity_bytes
@@ -177,11 +185,20 @@ class SimpleCPUOffloadWorker:
     def _start_host(self, streams: Streams) -> None:
         assert self.device is not None
         pins = PIN_MEMORY and self.device.type == "cuda"
+        row_bytes = {name: region.shape[1] for name, region in self.gpu_kv_caches.items()}
+        regions = None
+        if self._shared_pool is not None:
+            segment = open_shared_pool(
+                self._vllm_config, self._kv_cache_config, self._shared_pool, row_bytes, self.num_cpu_blocks
+            )
+            self._in_shared_pool = True
+            regions = segment_regions(segment, row_bytes)
         self._host_buffer = HostBuffer(
-            {name: region.shape[1] for name, region in self.gpu_kv_caches.items()},
+            row_bytes,
             self.num_cpu_blocks,
             pin_tensor if pins else None,
             unpin_tensor if pins else None,
+            regions,
         )
         self.cpu_kv_caches = self._host_buffer.regions
         # First what can be refused: threads that run by then would be left behind.
@@ -274,6 +291,10 @@ class SimpleCPUOffloadWorker:
         if self._host_buffer is not None:
             self._host_buffer.close()
             self._host_buffer = None
+        if self._in_shared_pool:
+            self._in_shared_pool = False
+            copies = (*self._loads, *self._stores)
+            leave_shared_pool(self._vllm_config, busy=not all(copy.is_over() for copy in copies))
 
     # -- one step -----------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from vllm.v1.kv_connector_types import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.copy_backends.shared_host import join_shared_pool, leave_shared_pool
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import KeptInventory, SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadPromMetrics, SimpleCPUOffloadStats
@@ -42,6 +43,7 @@ from vllm.v1.simple_kv_offload.options import (
     parse_options,
 )
 from vllm.v1.simple_kv_offload.records import BoundaryStoreStats
+from vllm.v1.simple_kv_offload.shared_pool import SlotTable
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
 logger = init_logger(__name__)
@@ -60,6 +62,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.scheduler_manager: SimpleCPUOffloadScheduler | None = None
         self.worker_handler: SimpleCPUOffloadWorker | None = None
+        self._in_shared_pool = False
         world_size = vllm_config.parallel_config.world_size
         options = self._read_options(
             self._kv_transfer_config.kv_connector_extra_config, world_size, kv_cache_config
@@ -76,7 +79,13 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(f"{type(self).__name__} needs the kv_cache_config")
         if role is KVConnectorRole.SCHEDULER:
             _log_options(options, world_size)
-            self.scheduler_manager = _make_manager(vllm_config, kv_cache_config, options)
+            table = None if options.shared_pool is None else join_shared_pool(vllm_config)
+            self._in_shared_pool = table is not None
+            try:
+                self.scheduler_manager = _make_manager(vllm_config, kv_cache_config, options, table)
+            except BaseException:
+                self.shutdown()
+                raise
         else:
             self.worker_handler = _make_worker(vllm_config, kv_cache_config, options)
 
@@ -245,6 +254,9 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.worker_handler is not None:
             self.worker_handler.shutdown()
+        if self._in_shared_pool:
+            self._in_shared_pool = False
+            leave_shared_pool(self._vllm_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -262,7 +274,10 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _make_manager(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: OffloadOptions
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    options: OffloadOptions,
+    shared_table: SlotTable | None,
 ) -> SimpleCPUOffloadScheduler:
     scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return SimpleCPUOffloadScheduler(
@@ -282,6 +297,7 @@ def _make_manager(
         disk_persist=options.disk_persist,
         prompt_only=options.prompt_only,
         any_cacheable_group=options.any_cacheable_group,
+        shared_table=shared_table,
     )
 
 
@@ -301,6 +317,7 @@ def _make_worker(
         transfer_timeout_s=options.transfer_timeout_s,
         disk_tier=options.disk_tier,
         disk_persist=options.disk_persist,
+        shared_pool=options.shared_pool,
     )
 
 

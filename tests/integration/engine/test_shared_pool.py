@@ -1,0 +1,146 @@
+"""Engines of one node that share a host pool: what one computed the others load, whatever becomes of the first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.engine_configs import engine_args, offload_settings
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.llm_engine import LLMEngine
+
+Start = Callable[..., LLMEngine]
+
+
+@pytest.fixture
+def pool() -> Iterator[str]:
+    name = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    yield name
+    for path in segments(name):
+        path.unlink()
+
+
+@pytest.fixture
+def start(pool: str) -> Iterator[Start]:
+    engines: list[LLMEngine] = []
+
+    def begin(name: str = "llama", multiprocessing: bool = True, **extra: Any) -> LLMEngine:
+        settings = offload_settings()
+        settings["kv_transfer_config"]["kv_connector_extra_config"] |= {"shared_pool": pool, **extra}
+        args = engine_args(name, max_model_len=512, **settings)
+        engines.append(LLMEngine.from_engine_args(args, enable_multiprocessing=multiprocessing))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.shutdown()
+
+
+def segments(pool: str) -> list[Path]:
+    return sorted(Path("/dev/shm").glob(f"vllm-kv-*-{pool}-*"))
+
+
+def run(engine: LLMEngine, prompts: dict[str, list[int]], max_tokens: int = 8) -> dict[str, RequestOutput]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                assert isinstance(output, RequestOutput)
+                done[output.request_id] = output
+    return done
+
+
+def tokens(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [3 + (7 * i + 31 * seed + i * i % 11) % 250 for i in range(length)]
+
+
+@pytest.mark.parametrize("name", ["llama", "glm5_next"])
+def test_one_engine_loads_what_another_computed(start: Start, pool: str, name: str) -> None:
+    first, second = start(name), start(name)
+    assert len(segments(pool)) == 1
+    block = first.cache_config.cache_hit_alignment_tokens
+    assert block is not None
+    prompts = {f"r{seed}": prompt_of(3 * block + 5, seed) for seed in range(4)}
+    fresh = run(first, prompts)
+    time.sleep(0.3)  # the idle core collects its copies
+    shared = run(second, prompts)
+    assert [output.num_cached_tokens for output in fresh.values()] == [0] * 4
+    assert [shared[key].num_cached_tokens for key in prompts] == [3 * block] * 4
+    assert [tokens(shared[key]) for key in prompts] == [tokens(fresh[key]) for key in prompts]
+    first.shutdown()
+    second.shutdown()
+    assert not segments(pool), "the last engine removes the segment"
+
+
+@pytest.mark.slow
+def test_an_engine_killed_while_it_stores_harms_nobody(start: Start, pool: str) -> None:
+    prompts = {f"r{seed}": prompt_of(400, seed) for seed in range(24)}
+    plain = LLMEngine.from_engine_args(engine_args(max_model_len=512), enable_multiprocessing=False)
+    expected = {key: tokens(output) for key, output in run(plain, prompts).items()}
+    plain.shutdown()
+    survivor = start(num_cpu_blocks=200)
+    for delay in (0.02, 0.1, 0.3):
+        victim = start(num_cpu_blocks=200)
+        pid = victim.engine_core.core_pids[0]
+        for request_id, prompt in prompts.items():
+            params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+            victim.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        time.sleep(delay)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            run(victim, {})
+        outputs = run(survivor, prompts)
+        assert {key: tokens(output) for key, output in outputs.items()} == expected
+        assert survivor.reset_prefix_cache()
+    time.sleep(2.5)  # slots of the dead are free again after a while
+    heir = start(num_cpu_blocks=200)
+    outputs = run(heir, {"again": prompts["r23"]})
+    assert tokens(outputs["again"]) == expected["r23"]
+    assert len(segments(pool)) == 1
+
+
+def test_a_reset_of_one_engine_empties_the_pool_for_all(start: Start) -> None:
+    first, second = start(), start()
+    prompt = prompt_of(100)
+    fresh = run(first, {"a": prompt})["a"]
+    time.sleep(0.3)
+    assert run(second, {"b": prompt})["b"].num_cached_tokens == 96
+    assert second.reset_prefix_cache(reset_connector=True)
+    assert first.reset_prefix_cache(), "its own device cache"
+    again = run(first, {"c": prompt})["c"]
+    assert again.num_cached_tokens == 0
+    assert tokens(again) == tokens(fresh)
+
+
+def test_a_pool_left_by_a_killed_engine_serves_the_next(start: Start, pool: str) -> None:
+    prompt = prompt_of(200)
+    first = start()
+    fresh = run(first, {"a": prompt})["a"]
+    time.sleep(0.3)
+    os.kill(first.engine_core.core_pids[0], signal.SIGKILL)
+    second = start()
+    again = run(second, {"b": prompt})["b"]
+    assert again.num_cached_tokens == 192
+    assert tokens(again) == tokens(fresh)
+    assert len(segments(pool)) == 1
+
+
+def test_an_engine_of_another_size_is_told_at_once(start: Start) -> None:
+    start(num_cpu_blocks=100)
+    with pytest.raises(ValueError, match=r"shared_pool.*100 blocks instead of 90"):
+        start(num_cpu_blocks=90, multiprocessing=False)

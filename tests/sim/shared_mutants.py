@@ -1,0 +1,80 @@
+"""Planted bugs of the pool that engines share; see `mutants.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
+from vllm.v1.simple_kv_offload.shared_pool import SharedPool, SlotState
+
+
+def _replaced(
+    owner: type, name: str, make: Callable[[Any], Any]
+) -> Callable[[], AbstractContextManager[object]]:
+    return lambda: patch.object(owner, name, make(getattr(owner, name)))
+
+
+def _holds_of_others_are_ignored(original: Any) -> Any:
+    """A slot that another engine reads or fills is taken."""
+
+    def adopt(self: Any, block: Any, record: Any, moved: Any) -> None:
+        original(self, block, record._replace(held_elsewhere=False), moved)
+
+    return adopt
+
+
+def _found_before_the_bytes_are_there(original: Any) -> Any:
+    """What is announced may be hit by the others at once."""
+
+    def write(self: Any, slot: int, state: Any, keys: Any) -> None:
+        original(self, slot, SlotState.FINDABLE if state is SlotState.STAGED else state, keys)
+
+    return write
+
+
+def _stale_view(original: Any) -> Any:
+    """What the others did since the first turn is not looked at."""
+
+    def take_changes(self: Any) -> Any:
+        return original(self) if self._seen is None else ()
+
+    return take_changes
+
+
+def _reset_of_another_is_missed(original: Any) -> Any:
+    """A store from before another engine's reset is published after it."""
+
+    def commit(self: Any, block: Any, key: Any, num_tokens: Any, info: Any) -> None:
+        _, keys = self._staged.get(block.block_id, (0, ()))
+        self._staged[block.block_id] = (self._table_epoch, keys)
+        original(self, block, key, num_tokens, info)
+
+    return commit
+
+
+def _half_a_slot_of_the_dead_is_found(original: Any) -> Any:
+    """What a dead engine was filling counts as filled."""
+
+    def drop_holds(self: Any, index: int) -> None:
+        for slot in range(1, self.num_slots):
+            if self._words[self._at(slot) + 2] >> index & 1 and self._words[self._at(slot)] & 3 == 1:
+                self._set_state(self._at(slot), SlotState.FINDABLE)
+        original(self, index)
+
+    return drop_holds
+
+
+SHARED_POOL_MUTANTS = {
+    "holds of others are ignored": _replaced(SharedPool, "_adopt", _holds_of_others_are_ignored),
+    "found before the bytes are there": _replaced(
+        SharedSegment, "write_content", _found_before_the_bytes_are_there
+    ),
+    "stale view": _replaced(SharedSegment, "take_changes", _stale_view),
+    "reset of another is missed": _replaced(SharedPool, "commit_staged", _reset_of_another_is_missed),
+    "half a slot of the dead is found": _replaced(
+        SharedSegment, "_drop_holds", _half_a_slot_of_the_dead_is_found
+    ),
+}

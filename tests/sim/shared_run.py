@@ -1,0 +1,75 @@
+"""What a run has to do with the pool that its engine shares with another one."""
+
+from __future__ import annotations
+
+import random
+
+from tests.sim.marks import Marks
+from tests.sim.other_engine import OtherEngine
+from tests.sim.params import SimParams
+from tests.sim.registry import HashRegistry
+from tests.sim.views import RunViews
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+
+class SharedRun(RunViews):
+    """The other engine, an observer of the pool, and the action that is the other engine's."""
+
+    params: SimParams
+    registry: HashRegistry
+    marks: Marks
+    requests: dict[str, Request]
+    must_be_stored: set[bytes]
+    store_excuse: str | None
+    _other: OtherEngine | None = None
+    _observer: OtherEngine | None = None
+
+    def other_engine(self) -> OtherEngine:
+        """The engine beside this one; a new one where it has died."""
+        if self._other is None or self._other.is_dead:
+            self._other = self._attach()
+        return self._other
+
+    def observer(self) -> BlockPool:
+        """The shared pool as an engine sees it that takes no part."""
+        if self._observer is None:
+            self._observer = self._attach()
+        self._observer.view()
+        return self._observer.pool
+
+    def _attach(self) -> OtherEngine:
+        assert self.world.shared is not None
+        assert self.offload is not None
+        tier = self.offload.tier
+        sizes = {group: tier.coordinator.group_block_sizes[group] for group in tier.group_ids}
+        return OtherEngine(self.world.shared, self.worker, self.registry, sizes, self.marks)
+
+    def _mark_shared(self) -> None:
+        offload = self.offload
+        if offload is None or offload.tier.shared is None:
+            return
+        own = offload.tier.shared.own_slots
+        loading = [
+            block.block_id for load in offload.load_side.loads.values() for block in load.transfer.tier_blocks
+        ]
+        if not own >= set(loading):
+            self.marks.hit("load of what another engine stored")
+
+    def close(self) -> None:
+        """Let go of what lies outside this process."""
+        for engine in (self._other, self._observer):
+            if engine is not None and not engine.is_dead:
+                engine.die()
+        self.world.close()
+
+    def _do_other(self, rng: random.Random) -> None:
+        """Another engine of the node does something with the shared pool."""
+        self._mark_shared()
+        other = self.other_engine()
+        before = other.pool.epoch
+        other.act(rng, list(self.requests.values()), "reset" not in self.params.actions_off)
+        if other.pool.epoch != before:
+            self.must_be_stored.clear()
+        # It evicts, it is about to store what it never does, and it resets.
+        self.store_excuse = self.store_excuse or "another engine"

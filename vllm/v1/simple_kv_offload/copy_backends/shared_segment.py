@@ -1,0 +1,497 @@
+"""A file in shared memory that engines of one node attach: what each slot holds, who holds it, and the slots' bytes.
+
+Owns the file, its locks and its records. Every change is a row of writes that may stop anywhere: an engine killed in the
+middle leaves a table that means what it meant before, or means that its own slot is empty. The kernel drops the locks
+of a dead process, so nobody is taken for dead who may still write. Must not know requests or pools. Layer L6.
+
+Words of 8 bytes: header, attachers, log of changed slots, slots; then, page-aligned, the bytes of the slots.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import stat
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
+from vllm.utils.clock import Clock, MonotonicClock
+from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.simple_kv_offload.shared_pool import Keys, SlotRecord, SlotState
+
+logger = init_logger(__name__)
+
+DEFAULT_FOLDER = "/dev/shm"
+MAGIC = int.from_bytes(b"KVSHARE1", "little")
+FORMAT = 1
+PAGE = 4096
+MAX_ATTACHERS = 64
+LOG_SLOTS = 4096
+KEY_BYTES = 40
+"""A hash of 32 bytes and a group fit."""
+
+# Header words. Signed where marked.
+_MAGIC, _FORMAT, _NUM_SLOTS, _KEYS_PER_SLOT, _SIZE, _DIGEST = 0, 1, 2, 3, 4, 5  # the digest takes 4 words
+_EPOCH, _CHANGES, _LAST, _FIRST = 16, 17, 18, 19  # _LAST and _FIRST: greatest and least stamp, signed
+_ATTACHERS, _ATTACHER_WORDS = 64, 4
+_ACTIVE, _PID, _JOINED_NS, _LEFT_NS = range(_ATTACHER_WORDS)
+_LOG = 512
+_SLOTS = _LOG + LOG_SLOTS
+# A slot: generation and state, epoch of its keys, who holds it (a bit each), stamp (signed), number of keys, keys.
+_CONTROL, _BORN, _HOLDERS, _STAMP, _NUM_KEYS, _KEYS = range(6)
+_KEY_WORDS = 6  # length and key, tokens (signed, -1 = unknown)
+_STATE_BITS = 2
+
+# Locks on bytes that no file reaches.
+_MUTEX = 1 << 40
+_FLOCK = struct.Struct("hhqqi4x")
+
+LOCK_PATIENCE_S = 5.0
+START_PATIENCE_S = 120.0
+"""The first engine clears the memory while the others wait."""
+LOOK_FOR_DEAD_S = 1.0
+GRACE_S = 2.0
+"""Between the death of a process and the reuse of its slots: copies that a device was given may still end."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentShape:
+    """What all engines of a segment must have in common. ``row_bytes``: bytes of a slot in each region."""
+
+    digest: bytes
+    num_slots: int
+    keys_per_slot: int
+    row_bytes: tuple[int, ...]
+
+    @property
+    def slot_words(self) -> int:
+        """Words of one slot's record."""
+        return _KEYS + self.keys_per_slot * _KEY_WORDS
+
+    @property
+    def region_starts(self) -> tuple[int, ...]:
+        """First byte of each region, and the end of the last: the size of the file."""
+        starts = [_aligned(8 * (_SLOTS + self.num_slots * self.slot_words))]
+        for size in self.row_bytes:
+            starts.append(_aligned(starts[-1] + size * self.num_slots))
+        return tuple(starts)
+
+
+class SharedSegment:
+    """One engine's place in a segment; see `SlotTable`. Not for several threads.
+
+    Makes the file if there is none, or if nobody uses it and it is of another shape. ``ValueError`` naming the setting
+    if it cannot be made, or is in use with another shape.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        shape: SegmentShape,
+        clock: Clock | None = None,
+        *,
+        patience_s: float = LOCK_PATIENCE_S,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.path = path
+        self.shape = shape
+        self._clock = clock or MonotonicClock()
+        self._patience_s = patience_s
+        self._grace_s = grace_s
+        self._seen: int | None = None
+        self._known_keys: dict[
+            int, tuple[int, Keys]
+        ] = {}  # by slot, with the control word that they belong to
+        self._next_search = 0.0
+        self._index = -1
+        self._fd = self._open()
+        try:
+            try:
+                self._map = self._use_or_make()
+                view = memoryview(self._map)
+                self._bytes, self._words, self._signed = view, view.cast("Q"), view.cast("q")
+                self._free_dead(search_now=True)
+                self._index = self._join()
+            finally:
+                self._lock(_MUTEX, fcntl.F_UNLCK)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._bit = 1 << self._index
+
+    # -- opening ------------------------------------------------------------------------------
+
+    def _open(self) -> int:
+        """A descriptor of the file that lies at the path now, with the mutex held."""
+        while True:
+            try:
+                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise ValueError(f"shared_pool: {self.path} cannot be opened: {error}") from error
+            try:
+                info = os.fstat(fd)
+                if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+                    raise ValueError(f"shared_pool: {self.path} is not a file of this user")
+                self._fd = fd
+                if not self._wait_for_mutex(START_PATIENCE_S):
+                    raise ValueError(
+                        f"shared_pool: another engine has kept {self.path} locked for {START_PATIENCE_S:g} s"
+                    )
+                if _is_at(self.path, info):
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # the last engine removed it meanwhile
+
+    def _use_or_make(self) -> mmap.mmap:
+        problem = self._mismatch()
+        if problem is not None:
+            if self.attached():
+                raise ValueError(
+                    f"shared_pool: {self.path} is in use with {problem}; all engines of a pool need the same model "
+                    "and the same cpu_bytes_to_use or num_cpu_blocks"
+                )
+            self._make()
+        # A mapping keeps its descriptor's locks alive: it gets one of its own.
+        own = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(own, self.shape.region_starts[-1])
+        finally:
+            os.close(own)
+
+    def _mismatch(self) -> str | None:
+        """What is wrong with the file for this engine."""
+        raw = os.pread(self._fd, 8 * _ATTACHERS, 0)
+        if len(raw) < 8 * _ATTACHERS:
+            return "no content"
+        words = struct.unpack(f"={_ATTACHERS}Q", raw)
+        size, shape = os.fstat(self._fd).st_size, self.shape
+        if words[_MAGIC] != MAGIC or words[_FORMAT] != FORMAT:
+            return "another format"
+        if raw[8 * _DIGEST : 8 * _DIGEST + 32] != _padded(shape.digest):
+            return "another model or layout"
+        if (words[_NUM_SLOTS], words[_KEYS_PER_SLOT]) != (shape.num_slots, shape.keys_per_slot):
+            return f"{words[_NUM_SLOTS]} blocks instead of {shape.num_slots}"
+        if size != shape.region_starts[-1] or words[_SIZE] != size:
+            return f"{size} bytes instead of {shape.region_starts[-1]}"
+        return None
+
+    def _make(self) -> None:
+        """Clear the file and reserve its memory; the magic comes last, so that half a file is none."""
+        size, shape = self.shape.region_starts[-1], self.shape
+        try:
+            os.ftruncate(self._fd, 0)
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as error:
+            os.unlink(self.path)
+            raise ValueError(
+                f"shared_pool: {os.path.dirname(self.path)} has no room for {size} bytes ({error.strerror}); lower "
+                "cpu_bytes_to_use or num_cpu_blocks, or enlarge that file system"
+            ) from error
+        header = struct.pack("=5Q", 0, FORMAT, shape.num_slots, shape.keys_per_slot, size)
+        os.pwrite(self._fd, header + _padded(shape.digest), 0)
+        os.pwrite(self._fd, struct.pack("=Q", MAGIC), 0)
+
+    def _join(self) -> int:
+        for index in range(MAX_ATTACHERS):
+            if not self._attacher(index, _ACTIVE) and self._lock(_MUTEX + 1 + index, fcntl.F_WRLCK):
+                self._set_attacher(index, _PID, os.getpid())
+                self._set_attacher(index, _JOINED_NS, time.monotonic_ns())
+                self._set_attacher(index, _LEFT_NS, 0)
+                self._set_attacher(index, _ACTIVE, 1)
+                return index
+        raise ValueError(
+            f"shared_pool: {self.path} is used by {MAX_ATTACHERS} engines, the most there may be"
+        )
+
+    # -- locks --------------------------------------------------------------------------------
+
+    def _lock(self, start: int, kind: int) -> bool:
+        """Set or drop the lock on one byte; False if another engine has it."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, 1, 0))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _is_alive(self, index: int) -> bool:
+        """Whether the process that joined in this place still exists."""
+        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _MUTEX + 1 + index, 1, 0)
+        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, wanted)
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+
+    def _wait_for_mutex(self, patience_s: float) -> bool:
+        pause, deadline = 20e-6, None
+        while not self._lock(_MUTEX, fcntl.F_WRLCK):
+            now = self._clock.monotonic()
+            deadline = now + patience_s if deadline is None else deadline
+            if now >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        return True
+
+    def attached(self) -> list[int]:
+        """Places of other engines that are alive."""
+        return [index for index in range(MAX_ATTACHERS) if self._is_alive(index)]
+
+    # -- SlotTable ----------------------------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        return self.shape.num_slots
+
+    @property
+    def keys_per_slot(self) -> int:
+        return self.shape.keys_per_slot
+
+    @property
+    def epoch(self) -> int:
+        return self._words[_EPOCH]
+
+    def acquire(self) -> bool:
+        if self._fd < 0 or not self._wait_for_mutex(self._patience_s):
+            return False
+        self._free_dead()
+        return True
+
+    def release(self) -> None:
+        self._seen = self._words[_CHANGES]
+        self._lock(_MUTEX, fcntl.F_UNLCK)
+
+    def take_changes(self) -> Iterable[int]:
+        now, seen = self._words[_CHANGES], self._seen
+        if seen is None or now - seen > LOG_SLOTS:
+            return range(1, self.num_slots)
+        return sorted({self._words[_LOG + n % LOG_SLOTS] for n in range(seen, now)})
+
+    def read(self, slot: int) -> SlotRecord:
+        at, words = self._at(slot), self._words
+        state = SlotState(words[at + _CONTROL] & ((1 << _STATE_BITS) - 1))
+        if words[at + _BORN] != words[_EPOCH]:
+            state = SlotState.EMPTY
+        keys: Keys = ()
+        if state is not SlotState.EMPTY:
+            control, keys = self._known_keys.get(slot, (0, ()))
+            if control != words[at + _CONTROL]:
+                keys = self._read_keys(at)
+                self._known_keys[slot] = (words[at + _CONTROL], keys)
+        holders = words[at + _HOLDERS]
+        here = bool(holders & self._bit)
+        return SlotRecord(state, keys, here, bool(holders & ~self._bit), self._signed[at + _STAMP])
+
+    def write_content(self, slot: int, state: SlotState, keys: Keys) -> None:
+        at, old = self._at(slot), self.read(slot)
+        if (old.state, old.keys) == (state, keys):
+            return
+        self._log(slot)
+        if old.keys == keys and old.state is not SlotState.EMPTY:
+            self._set_state(at, state)
+            return
+        self._set_state(at, SlotState.EMPTY)
+        if state is not SlotState.EMPTY:
+            self._write_keys(at, keys)
+            self._put(at + _BORN, self._words[_EPOCH])
+            self._set_state(at, state)
+
+    def write_hold(self, slot: int, held: bool, stamp: int) -> None:
+        at = self._at(slot)
+        holders = self._words[at + _HOLDERS]
+        now = holders | self._bit if held else holders & ~self._bit
+        is_moved = self._signed[at + _STAMP] != stamp
+        if now == holders and not is_moved:
+            return
+        self._log(slot)
+        if is_moved:
+            self._put_signed(at + _STAMP, stamp)
+        if now != holders:
+            self._put(at + _HOLDERS, now)
+
+    def next_stamp(self, *, front: bool) -> int:
+        where, step = (_FIRST, -1) if front else (_LAST, 1)
+        self._put_signed(where, self._signed[where] + step)
+        return self._signed[where]
+
+    def start_epoch(self) -> int:
+        self._put(_EPOCH, self._words[_EPOCH] + 1)
+        return self._words[_EPOCH]
+
+    # -- records ------------------------------------------------------------------------------
+
+    # All changes of a file in use pass through these: each is one store of an aligned word, but for keys.
+    def _put(self, word: int, value: int) -> None:
+        self._words[word] = value
+
+    def _put_signed(self, word: int, value: int) -> None:
+        self._signed[word] = value
+
+    def _put_key(self, word: int, key: bytes) -> None:
+        self._bytes[8 * word : 8 * word + len(key)] = key
+
+    def _at(self, slot: int) -> int:
+        return _SLOTS + slot * self.shape.slot_words
+
+    def _attacher(self, index: int, field: int) -> int:
+        return self._words[_ATTACHERS + index * _ATTACHER_WORDS + field]
+
+    def _set_attacher(self, index: int, field: int, value: int) -> None:
+        self._put(_ATTACHERS + index * _ATTACHER_WORDS + field, value)
+
+    def _log(self, slot: int) -> None:
+        """Others look at the slot again, however far its change gets."""
+        count = self._words[_CHANGES]
+        self._put(_LOG + count % LOG_SLOTS, slot)
+        self._put(_CHANGES, count + 1)
+
+    def _set_state(self, at: int, state: SlotState) -> None:
+        generation = (self._words[at + _CONTROL] >> _STATE_BITS) + 1
+        self._put(at + _CONTROL, generation << _STATE_BITS | state)
+
+    def _read_keys(self, at: int) -> Keys:
+        keys = []
+        for number in range(self._words[at + _NUM_KEYS]):
+            start = at + _KEYS + number * _KEY_WORDS
+            raw = self._bytes[8 * start : 8 * start + KEY_BYTES]
+            tokens = self._signed[start + _KEY_WORDS - 1]
+            key = BlockHashWithGroupId(bytes(raw[1 : 1 + raw[0]]))
+            keys.append((key, None if tokens < 0 else tokens))
+        return tuple(keys)
+
+    def _write_keys(self, at: int, keys: Keys) -> None:
+        """Only while the slot is EMPTY."""
+        for number, (key, tokens) in enumerate(keys):
+            start = at + _KEYS + number * _KEY_WORDS
+            self._put_key(start, bytes((len(key),)) + key)
+            self._put_signed(start + _KEY_WORDS - 1, -1 if tokens is None else tokens)
+        self._put(at + _NUM_KEYS, len(keys))
+
+    # -- the dead -----------------------------------------------------------------------------
+
+    def _free_dead(self, *, search_now: bool = False) -> None:
+        """Take back what engines that are gone have held, some time after their end. The mutex is held."""
+        now = self._clock.monotonic()
+        if now < self._next_search and not search_now:
+            return
+        self._next_search = now + LOOK_FOR_DEAD_S
+        for index in range(MAX_ATTACHERS):
+            if not self._attacher(index, _ACTIVE) or index == self._index or self._is_alive(index):
+                continue
+            moment = time.monotonic_ns()
+            if not self._attacher(index, _LEFT_NS):
+                self._set_attacher(index, _LEFT_NS, moment)
+            if moment - self._attacher(index, _LEFT_NS) < self._grace_s * 1e9:
+                continue
+            logger.info(
+                "KV offload: process %d is gone; its slots are free again.", self._attacher(index, _PID)
+            )
+            self._drop_holds(index)
+            self._set_attacher(index, _ACTIVE, 0)
+
+    def _drop_holds(self, index: int) -> None:
+        """What the engine in this place was filling is empty; what it was reading stays."""
+        bit, words = 1 << index, self._words
+        for slot in range(1, self.num_slots):
+            at = self._at(slot)
+            if not words[at + _HOLDERS] & bit:
+                continue
+            self._log(slot)
+            findable = words[at + _CONTROL] & ((1 << _STATE_BITS) - 1) == SlotState.FINDABLE
+            if not findable:
+                self._set_state(at, SlotState.EMPTY)
+            self._put_signed(at + _STAMP, self.next_stamp(front=not findable))
+            self._put(at + _HOLDERS, words[at + _HOLDERS] & ~bit)
+
+    # -- bytes and end ------------------------------------------------------------------------
+
+    @property
+    def data(self) -> mmap.mmap:
+        """The mapped file; region r begins at ``shape.region_starts[r]``."""
+        return self._map
+
+    def close(self, *, busy: bool = False) -> None:
+        """Leave; the last engine removes the file. Idempotent.
+
+        ``busy``: a copy may still write. Then the place stays taken until the process ends.
+        """
+        if self._fd < 0 or busy:
+            return
+        try:
+            if self._wait_for_mutex(self._patience_s):
+                self._drop_holds(self._index)
+                self._set_attacher(self._index, _ACTIVE, 0)
+                if not self.attached() and _is_at(self.path, os.fstat(self._fd)):
+                    os.unlink(self.path)
+        finally:
+            # Closing drops all locks; a place that could not be given back is found to be a dead one's.
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+def segment_path(folder: str, name: str, digest: bytes) -> str:
+    """Where the pool ``name`` of this user lies for this kind of content."""
+    return os.path.join(folder, f"vllm-kv-{os.geteuid()}-{name}-{digest.hex()[:16]}")
+
+
+def remove_stale_segments(path: str) -> list[str]:
+    """Remove segments of the same name that nobody uses and that are of other content than ``path``.
+
+    A file that cannot be looked at is logged and stays.
+    """
+    folder, own = os.path.split(path)
+    pattern = re.compile(re.escape(own[:-16]) + "[0-9a-f]{16}")
+    removed = []
+    for name in sorted(os.listdir(folder)):
+        candidate = os.path.join(folder, name)
+        if name == own or pattern.fullmatch(name) is None:
+            continue
+        try:
+            if _remove_if_unused(candidate):
+                removed.append(candidate)
+        except OSError as error:
+            logger.warning("KV offload: cannot clean up %s: %s", candidate, error)
+    if removed:
+        logger.info("KV offload: removed %s, of engines that are gone", ", ".join(removed))
+    return removed
+
+
+def _remove_if_unused(path: str) -> bool:
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+            return False
+        # The mutex and all places at once.
+        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _MUTEX, 1 + MAX_ATTACHERS, 0)
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
+        except (BlockingIOError, PermissionError):
+            return False
+        if not _is_at(path, info):
+            return False
+        os.unlink(path)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _is_at(path: str, info: os.stat_result) -> bool:
+    """Whether the path still leads to this file."""
+    try:
+        now = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (now.st_dev, now.st_ino) == (info.st_dev, info.st_ino)
+
+
+def _padded(digest: bytes) -> bytes:
+    return digest[:32].ljust(32, b"\0")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // PAGE) * PAGE
