@@ -1,0 +1,97 @@
+"""The soak run's judgement: memory that grows, blocks that stay held and sums that do not add up are seen."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.soak_report import Life, Tally, finish, memory_verdict
+from benchmarks.soak_server import KEPT, TIERS, Knobs, check_stats
+from vllm.v1.simple_kv_offload.options import parse_options
+
+
+def life(minutes: float, mib_per_min: float, warm_up_mib: float = 0.0) -> Life:
+    """One sample per second; the engine grows, by `warm_up_mib` more in the first half minute; allocator noise on top."""
+    chance = random.Random(1)
+    made = Life("knobs", "SIGTERM")
+    for second in range(round(minutes * 60)):
+        grown = 300 + mib_per_min * second / 60 + warm_up_mib * min(second, 30) / 30 + chance.random()
+        made.samples.append((float(second), 270.0, grown))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("minutes", "slope", "fine"), [(12, 0.0, True), (12, 4.9, False), (12, 1.5, False), (4, 60.0, True)]
+)
+def test_memory_is_judged_after_the_warm_up_of_a_long_life(minutes: float, slope: float, fine: bool) -> None:
+    tally = Tally(lives=[life(2, 0.0), life(minutes, slope, warm_up_mib=80.0)])
+    good, text = memory_verdict(tally, 1.0)
+    assert good is fine
+    assert ("not judged" in text) == (minutes == 4)
+    slopes = tally.lives[1].slopes()
+    assert slopes is None or slopes == (0.0, pytest.approx(slope, abs=0.1))
+
+
+def test_the_verdict_is_the_last_line_and_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tally = Tally(lives=[life(12, 0.0)])
+    assert finish(tally, 1.0, tmp_path, {"seed": 0})
+    assert "VERDICT: PASS" in capsys.readouterr().out.splitlines()[-1]
+    tally.fault("a block is held")
+    assert not finish(tally, 1.0, tmp_path, {"seed": 0})
+    assert "VERDICT: FAIL: 1 faults" in capsys.readouterr().out.splitlines()[-1]
+    data = json.loads((tmp_path / "soak.json").read_text())
+    assert (data["good"], data["faults"]) == (False, ["a block is held"])
+    assert (tmp_path / "soak.png").stat().st_size > 0
+
+
+def idle_stats() -> dict[str, Any]:
+    pool = {"tier": "device", "blocks_total": 8, "blocks_free": 8, "blocks_held": 0}
+    copies = {
+        "blocks_scheduled": 5,
+        "blocks_in_flight": 0,
+        "blocks_done": 3,
+        "blocks_failed": 1,
+        "blocks_dropped": 1,
+    }
+    tier = {"tier": "device", "tokens_asked": 100, "tokens_hit": 64}
+    requests = {"running": 0, "waiting": 0, "loading": 0, "admitted": 9}
+    parts = {"pools": [pool], "transfers": [copies], "tiers": [tier]}
+    return parts | {"pending_store_blocks": 0, "requests": requests}
+
+
+def test_an_idle_server_that_holds_nothing_is_fine() -> None:
+    assert check_stats(idle_stats()) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "word"),
+    [
+        ("pools", {"blocks_held": 1, "blocks_free": 7}, "held"),
+        ("pools", {"blocks_free": 7}, "add up"),
+        ("transfers", {"blocks_done": 4}, "add up"),
+        ("transfers", {"blocks_in_flight": 1, "blocks_done": 2}, "never end"),
+        ("tiers", {"tokens_hit": 101}, "more hits"),
+    ],
+)
+def test_what_is_wrong_with_an_idle_server_is_told(part: str, changes: dict[str, int], word: str) -> None:
+    stats = idle_stats()
+    stats[part][0] |= changes
+    faults = check_stats(stats)
+    assert len(faults) == 1
+    assert word in faults[0]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_drawn_knobs_are_settings_that_the_connector_takes(tier: str, tmp_path: Path) -> None:
+    for seed in range(20):
+        flags = Knobs.draw(random.Random(seed), tier).flags(tmp_path / "kv")
+        config = json.loads(flags[flags.index("--kv-transfer-config") + 1])
+        options = parse_options(config["kv_connector_extra_config"], 1)
+        assert options.disk_persist == (tier == KEPT)
+        assert (options.is_disk, options.disk_tier) == (tier == "disk backend", tier in ("disk tier", KEPT))
