@@ -112,7 +112,9 @@ def test_any_json_object_and_a_structural_tag_compile() -> None:
         {"json": '{"type": "objec"}'},
         {"grammar": "root := nonsense ("},
         {"structural_tag": "{}"},
-        {"structural_tag": '{"structures": [{"begin": "<f>", "schema": "x", "end": ""}], "triggers": ["<f"]}'},
+        {
+            "structural_tag": '{"structures": [{"begin": "<f>", "schema": "x", "end": ""}], "triggers": ["<f"]}'
+        },
         {"structural_tag": '{"structures": [{"begin": 5, "schema": {}, "end": ""}], "triggers": ["<f"]}'},
         {"structural_tag": '{"structures": [], "triggers": []}'},
         {"structural_tag": '{"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["<g"]}'},
@@ -239,7 +241,23 @@ def test_a_request_without_a_grammar_may_say_anything() -> None:
     assert not grammars.should_constrain(free)
     assert grammars.accept_tokens(free, [3, 4])
     assert grammars.allowed_drafts(free, [3, 4]) == [3, 4]
+    assert grammars.failure(free) is None
+    assert grammars.grammar_bitmask([free], {}) is None
     assert grammars._backend is None, "no library is loaded for it"
+
+
+def test_a_model_without_an_end_token_is_held_to_its_grammar() -> None:
+    grammars = manager()
+    grammars._vllm_config.model_config.hf_config = {}  # type: ignore[union-attr, assignment]
+    scheduler = make_scheduler([full(4)], 40, structured=grammars)
+    request = make_request(scheduler, "a", [1], structured_outputs=StructuredOutputsParams(choice=["x"]))
+    grammars.grammar_init(request)
+    masks = grammars.grammar_bitmask([request], {})
+    assert masks is not None
+    (token,) = allowed(masks.grammar_bitmask[0])
+    assert TOKENIZER.decode([token]) == "x"
+    assert grammars.accept_tokens(request, [token])
+    assert not grammars.accept_tokens(request, [token])
 
 
 def test_an_unknown_library_ends_only_the_request_that_asked() -> None:
