@@ -50,13 +50,20 @@ class Scheduler:
 class Executor:
     def __init__(self) -> None:
         self.slept: list[int] = []
-        self.is_sleeping = False
+        self.woken: list[list[str] | None] = []
 
     def reset_mm_cache(self) -> None:
         pass
 
+    def check_sleep(self, level: int) -> None:
+        if level == 2:
+            raise ValueError("no level 2 here")
+
     def sleep(self, level: int) -> None:
         self.slept.append(level)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self.woken.append(tags)
 
 
 def world(held: int) -> tuple[CoreControl, Any, Any, Clock]:
@@ -139,3 +146,49 @@ def test_memory_goes_only_after_the_last_copy(release: bool) -> None:
     control.tick()
     assert done.result(0) is None
     assert executor.slept == [1]
+
+
+def test_a_refused_sleep_stops_nothing() -> None:
+    control, scheduler, executor, _ = world(held=0)
+    with pytest.raises(ValueError, match="no level 2 here"):
+        control.sleep(2)
+    assert not control.is_paused()
+    assert (scheduler.resets, executor.slept) == ([], [])
+
+
+@pytest.mark.parametrize("how", ["resume", "wake_up", "wake_up scheduling"])
+@pytest.mark.parametrize("release", [False, True])
+def test_nothing_is_scheduled_while_memory_is_away(how: str, release: bool) -> None:
+    control, _, executor, _ = world(held=0)
+    control.pause() if release else control.sleep(1)
+    assert not release or control.release_kv_cache_memory() is None
+    assert control.is_sleeping()
+    if how == "resume":
+        control.resume()
+    else:
+        control.wake_up(["scheduling"] if " " in how else None)
+    assert executor.woken == [None]
+    assert not control.is_sleeping()
+    assert not control.is_paused()
+    control.resume()
+    assert executor.woken == [None]
+
+
+def test_memory_taken_back_in_parts_goes_on_with_the_last() -> None:
+    control, _, executor, _ = world(held=0)
+    control.sleep(1)
+    control.wake_up(["weights"])
+    assert control.is_sleeping()
+    assert control.is_paused()
+    control.wake_up(["kv_cache"])
+    assert executor.woken == [["weights"], None]
+    assert not control.is_sleeping()
+    assert not control.is_paused()
+
+
+def test_tags_of_memory_that_is_there_leave_a_pause_alone() -> None:
+    control, _, executor, _ = world(held=0)
+    control.pause("keep")
+    control.wake_up(["weights"])
+    assert control.is_paused()
+    assert executor.woken == []

@@ -106,6 +106,19 @@ async def test_collective_rpc(app):
     assert (await app.error("/collective_rpc", {}))["param"] == "method"
 
 
+@pytest.mark.parametrize("method", ["shutdown", "load_model", "execute_model", "sleep"])
+async def test_calls_that_are_the_engines_own_are_refused(app, method):
+    error = await app.error("/collective_rpc", {"method": method})
+    assert (error["code"], error["param"]) == (400, "method")
+    assert app.engine.control == []
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 1e30])
+async def test_a_time_limit_that_is_none_is_refused(app, timeout):
+    error = await app.error("/collective_rpc", {"method": "check_health", "timeout": timeout})
+    assert (error["code"], error["param"]) == (400, "timeout")
+
+
 @pytest.mark.parametrize("path", ["/pause", "/sleep", "/resume", "/wake_up", "/collective_rpc"])
 async def test_failures_of_the_engine_say_why(app, path):
     calls = {

@@ -324,6 +324,8 @@ async def test_a_million_token_ids_are_a_bad_request(client, path, body):
         ("/collective_rpc", {"method": "check_health", "kwargs": {"a": 1}}, "does not take these arguments"),
         ("/release_kv_cache_memory", {}, "needs a completed pause"),
         ("/sleep?level=7", {}, "level"),
+        ("/sleep?level=2", {}, "level 2"),
+        ("/collective_rpc", {"method": "shutdown"}, "by the engine itself"),
         ("/sleep?mode=x", {}, "mode"),
         ("/pause?mode=x", {}, "mode"),
         ("/wake_up?tags=x", {}, "tags"),
@@ -335,6 +337,33 @@ async def test_control_calls_that_cannot_be_are_bad_requests_and_no_defects(clie
     assert words in (await refused(client, path, **body))["message"]
     assert 'core_proc.py", line' not in "".join(capfd.readouterr()), "no stack of the core"
     assert (await client.get("/is_paused")).json() == {"is_paused": False}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_log_probabilities_of_forbidden_tokens_are_numbers_of_json(client, streams):
+    params = {"max_tokens": 2, "logprobs": 5, "structured_outputs": {"choice": ["a", "b"]}}
+    body = {"token_ids": [5, 6, 7], "sampling_params": params, "stream": streams}
+    reply = await client.post("/inference/v1/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    replies = events(reply.text) if streams else [reply.json()]
+    positions = [entry for part in replies for entry in part["choices"][0]["logprobs"]]
+    values = [value["logprob"] for position in positions for value in position.values()]
+    assert min(values) == -9999.0
+
+
+async def test_sleeping_and_resuming_serves_as_before(client):
+    body = {"prompt": "to sleep", "max_tokens": 4, **GREEDY}
+    before = await ok(client, COMPLETIONS, **body)
+    for sleeping, waking in itertools.product(
+        (["/sleep"], ["/pause", "/release_kv_cache_memory"]),
+        (["/resume"], ["/wake_up?tags=scheduling"], ["/wake_up?tags=weights", "/wake_up?tags=kv_cache"]),
+    ):
+        for path in (*sleeping, *waking):
+            assert (await client.post(path)).status_code == 200
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        after = await ok(client, COMPLETIONS, **body)
+        assert after["choices"] == before["choices"]
+        assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 async def test_a_prompt_that_can_never_fit_the_kv_cache_is_a_bad_request_and_others_go_on():

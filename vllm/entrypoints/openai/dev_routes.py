@@ -30,6 +30,23 @@ router = APIRouter(route_class=StrictRoute)
 PauseMode = Literal["abort", "wait", "keep"]
 WakeTag = Literal["weights", "kv_cache", "scheduling"]
 SECRETS = ("VLLM_API_KEY",)
+RPC_TIMEOUT_MAX_S = 86_400.0
+# What the engine calls in its own order; out of order they leave a server that only fails requests.
+ENGINE_METHODS = frozenset(
+    {
+        "compile_or_warm_up_model",
+        "execute_dummy_batch",
+        "execute_model",
+        "init_device",
+        "initialize_from_config",
+        "load_model",
+        "sample_tokens",
+        "shutdown",
+        "sleep",
+        "update_max_model_len",
+        "wake_up",
+    }
+)
 
 
 class RpcRequest(BaseModel):
@@ -38,7 +55,7 @@ class RpcRequest(BaseModel):
     method: str | None = None
     args: list[Any] = Field(default_factory=list)
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    timeout: float | None = None
+    timeout: float | None = Field(default=None, gt=0, le=RPC_TIMEOUT_MAX_S)
 
 
 class AbortRequest(BaseModel):
@@ -171,6 +188,9 @@ async def collective_rpc(request: RpcRequest, raw_request: Request) -> Response:
     """Call a method on every worker; results that are no JSON are shown as text."""
     if not request.method:
         return to_http_response(create_error_response("method is missing", param="method"))
+    if request.method in ENGINE_METHODS:
+        message = f"{request.method} is called by the engine itself, not over HTTP"
+        return to_http_response(create_error_response(message, param="method"))
     engine = serving(raw_request).engine_client
     results = await engine.collective_rpc(
         request.method, request.timeout, tuple(request.args), request.kwargs

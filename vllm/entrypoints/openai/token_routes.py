@@ -21,7 +21,13 @@ from vllm.entrypoints.openai.field_types import Texts, TokenIds
 from vllm.entrypoints.openai.render import RenderedPrompt
 from vllm.entrypoints.openai.replies import reply
 from vllm.entrypoints.openai.request_fields import GenerationFields, StreamOptions
-from vllm.entrypoints.openai.serving_base import Caller, check_finish, guarded_stream, prompt_logprobs_body
+from vllm.entrypoints.openai.serving_base import (
+    LOGPROB_MIN,
+    Caller,
+    check_finish,
+    guarded_stream,
+    prompt_logprobs_body,
+)
 from vllm.entrypoints.openai.sse import sse_event
 from vllm.entrypoints.openai.state import serving
 from vllm.entrypoints.openai.usage import UsageCounter, UsageInfo
@@ -92,7 +98,10 @@ def _choice(completion: CompletionOutput) -> GenerateChoice:
     logprobs = None
     if completion.logprobs is not None:
         logprobs = [
-            {token_id: {"logprob": entry.logprob, "rank": entry.rank} for token_id, entry in position.items()}
+            {
+                token_id: {"logprob": max(entry.logprob, LOGPROB_MIN), "rank": entry.rank}
+                for token_id, entry in position.items()
+            }
             for position in completion.logprobs
         ]
     return GenerateChoice(

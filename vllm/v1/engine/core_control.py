@@ -21,6 +21,7 @@ logger = init_logger(__name__)
 
 PauseMode = Literal["abort", "wait", "keep"]
 PAUSE_MODES = ("abort", "wait", "keep")
+MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 SLEEP_LEVELS = (0, 1, 2)
 # Copies end, or fail, long before: what holds a block for so long will not give it back.
@@ -34,8 +35,9 @@ class CoreControl:
 
         running ──pause(keep|abort)──► paused ──resume──► running
            └──pause(wait)──► draining ──(no request left)──► paused
-        paused ──sleep(level)──► asleep ──wake_up──► running
+        paused ──sleep(level)──► asleep ──wake_up, resume──► running
 
+    Nothing is scheduled while memory is away: whoever resumes, or wakes up the last of it, gets a running core.
     `abort_all` ends every request and tells the clients; `finish_steps` completes the steps in flight.
     """
 
@@ -54,7 +56,7 @@ class CoreControl:
         self._clock = clock or MonotonicClock()
         self._draining: tuple[Future[None], bool] | None = None
         self._clearing: tuple[Future[None], float] | None = None
-        self._sleep_level = 0
+        self._asleep: frozenset[str] = frozenset()  # memory that was given back
 
     # -- pause ---------------------------------------------------------------------------------------------------
 
@@ -141,7 +143,8 @@ class CoreControl:
             future.set_exception(error)
 
     def resume(self) -> None:
-        """Schedule again."""
+        """Schedule again; a sleeping core takes its memory back first."""
+        self._take_back(MEMORY_TAGS)
         waiting = [pending[0] for pending in (self._draining, self._clearing) if pending is not None]
         self._draining = self._clearing = None
         for future in waiting:
@@ -185,6 +188,8 @@ class CoreControl:
         """Pause, and give memory back: 0 nothing, 1 weights go to the host and the KV cache is dropped, 2 both go."""
         if level not in SLEEP_LEVELS:
             raise ValueError(f"level={level} must be one of {SLEEP_LEVELS}")
+        if level > 0:
+            self._executor.check_sleep(level)
         return self._sleep_after(self.pause(mode, clear_cache=level > 0), level)
 
     def _sleep_after(self, paused: Future[None] | None, level: int) -> Future[None] | None:
@@ -209,26 +214,33 @@ class CoreControl:
     def _fall_asleep(self, level: int) -> None:
         if level > 0:
             self._executor.sleep(level)
-        self._sleep_level = level
+            self._asleep = MEMORY_TAGS
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take memory back and, without tags or with "scheduling", go on scheduling."""
+        """Take memory back: all, or what `tags` name. Goes on scheduling when none is away, or by "scheduling"."""
         unknown = sorted(set(tags or ()) - set(WAKE_TAGS))
         if unknown:
             raise ValueError(f"tags={unknown} must be from {', '.join(WAKE_TAGS)}")
-        memory_tags = None if tags is None else [tag for tag in tags if tag != "scheduling"]
-        if self._sleep_level > 0 and (memory_tags is None or memory_tags):
-            self._executor.wake_up(memory_tags)
-        if tags is None or "scheduling" in tags:
-            self._sleep_level = 0
-            self.resume()
+        was_asleep = self.is_sleeping()
+        if tags is not None and "scheduling" not in tags:
+            self._take_back(MEMORY_TAGS.intersection(tags))
+            if self.is_sleeping() or not was_asleep:
+                return
+        self.resume()
+
+    def _take_back(self, tags: frozenset[str]) -> None:
+        missing = self._asleep & tags
+        if missing:
+            self._executor.wake_up(None if missing == self._asleep else sorted(missing))
+            self._asleep -= missing
 
     def is_sleeping(self) -> bool:
         """True from `sleep` (level 1 or 2) until everything was taken back."""
-        return self._sleep_level > 0 and self._executor.is_sleeping
+        return bool(self._asleep)
 
     def release_kv_cache_memory(self) -> Future[None] | None:
         """Drop the KV cache's memory; the engine must be paused, and nothing may be running. A future as in `pause`."""
         if not self.is_paused() or self.is_draining:
             raise UtilityRefusedError("release_kv_cache_memory needs a completed pause")
+        self._executor.check_sleep(1)
         return self._sleep_after(self.clear_caches(), 1)

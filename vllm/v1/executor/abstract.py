@@ -212,6 +212,10 @@ class Executor(ABC):
         """End the workers. Idempotent."""
         self.collective_rpc("shutdown")
 
+    def check_sleep(self, level: int = 1) -> None:
+        """ValueError if the workers cannot sleep at this level; asked before anything is stopped for it."""
+        self.collective_rpc("check_sleep", args=(level,))
+
     def sleep(self, level: int = 1) -> None:
         """Give device memory back: level 1 drops the KV cache, level 2 the weights too."""
         self.collective_rpc("sleep", args=(level,))

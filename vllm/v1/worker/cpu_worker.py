@@ -62,14 +62,17 @@ class CPUWorker(ModelWorker):
         chosen = self.vllm_config.cache_config.kv_cache_memory_bytes
         return kv_cache_bytes(chosen, CpuPlatform.get_available_memory())
 
-    def sleep(self, level: int = 1) -> None:
-        """Give the memory of the KV cache back. Weights stay: host memory is where they would be parked."""
+    def check_sleep(self, level: int = 1) -> None:
         if level not in (1, 2):
             raise ValueError(f"sleep level must be 1 or 2, got {level}")
         if level == 2:
             raise ValueError(
                 "sleep level 2 is not supported on the CPU: weights cannot be dropped and read again"
             )
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache back. Weights stay: host memory is where they would be parked."""
+        self.check_sleep(level)
         self.model_runner.drop_kv_cache()
 
     def wake_up(self, tags: list[str] | None = None) -> None:

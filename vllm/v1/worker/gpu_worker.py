@@ -91,6 +91,11 @@ class Worker(ModelWorker):
         super().compile_or_warm_up_model()
         self.model_runner.capture_graphs()
 
+    def check_sleep(self, level: int = 1) -> None:
+        raise ValueError(
+            f"{type(self).__name__} cannot sleep: its memory cannot be given back and taken again"
+        )
+
     def check_health(self) -> None:
         """Raise if the device has failed."""
         torch.cuda.synchronize(self.device)

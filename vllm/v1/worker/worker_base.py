@@ -161,6 +161,10 @@ class WorkerBase(ABC):
         """Start or stop a profiler, where one is configured."""
         return
 
+    def check_sleep(self, level: int = 1) -> None:
+        """ValueError if `sleep(level)` would be refused; nothing changes."""
+        return
+
     def sleep(self, level: int = 1) -> None:
         """Give memory back."""
         raise RuntimeError(
