@@ -21,12 +21,20 @@ SLOW_STORE_S = 2.0
 class PoisonedExecutor(UniProcExecutor):
     """The model raises when it reads `POISON`; the whole process dies when it reads `DEADLY`."""
 
+    raises_after_s = 0.0
+
     def _init_executor(self) -> None:
         super()._init_executor()
-        self.collective_rpc(_poison)
+        self.collective_rpc(_poison, args=(self.raises_after_s,))
 
 
-def _poison(worker: Any) -> None:
+class LatePoisonedExecutor(PoisonedExecutor):
+    """The model raises so late that the next step has been queued behind the failing one."""
+
+    raises_after_s = 0.3
+
+
+def _poison(worker: Any, raises_after_s: float) -> None:
     model = worker.get_model()
     forward = model.forward
 
@@ -34,6 +42,7 @@ def _poison(worker: Any) -> None:
         if _holds(input_ids.tolist(), DEADLY):
             os.kill(os.getpid(), signal.SIGKILL)
         if _holds(input_ids.tolist(), POISON):
+            time.sleep(raises_after_s)
             raise ValueError("a poisoned token")
         return forward(input_ids, *args, **kwargs)
 

@@ -312,6 +312,35 @@ def test_a_request_outside_the_failing_step_goes_on() -> None:
     assert tokens(done["waits"]) == expected
 
 
+def test_a_step_queued_behind_a_failing_one_loses_only_what_both_compute() -> None:
+    engine = start(
+        distributed_executor_backend="tests.helpers.faulty_executors.LatePoisonedExecutor",
+        async_scheduling=True,
+        max_num_batched_tokens=32,
+    )
+    expected = tokens(run(engine, {"ref": prompt_of(9)})["ref"])
+    scheduler = engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    schedule, fail_step = scheduler.schedule, scheduler.fail_step
+    steps: list[Any] = []
+    failed: list[list[str]] = []
+
+    def recorded() -> Any:
+        steps.append(schedule())
+        return steps[-1]
+
+    def fails(output: Any, error: Any) -> Any:
+        for step in steps[steps.index(output) :]:
+            failed.append([name.split("-")[0] for name in step.num_scheduled_tokens])
+        return fail_step(output, error)
+
+    scheduler.schedule, scheduler.fail_step = recorded, fails
+    # The prompt fills the first step, so that the other request begins in the step that is queued behind it.
+    done = run(engine, {"bad": [*prompt_of(28, 5), *POISON], "good": prompt_of(9)})
+    assert failed == [["bad"], ["bad", "good"]]
+    assert done["bad"].outputs[0].finish_reason == "error"
+    assert tokens(done["good"]) == expected
+
+
 @pytest.mark.parametrize("name", ["glm5_next", "llama"])
 def test_a_failing_step_with_the_cpu_tier_stores_nothing_of_it(name: str) -> None:
     engine = start(name, distributed_executor_backend=FLAKY, max_model_len=512, **offload_settings())
