@@ -69,9 +69,11 @@ def check_retention(name: str, pool: BlockPool) -> None:
     placed = set(keep._places[RetentionLevel.HIGH]) | set(keep._places[RetentionLevel.PINNED])
     seen = False
     for block in pool.free_block_queue.get_all_free_blocks():
+        if block.block_hash is None:
+            continue
         seen = seen or block.block_id in placed
         require(
-            not seen or block.block_id in placed or block.block_hash is None,
+            not seen or block.block_id in placed,
             "I8",
             f"{name}: ordinary block {block.block_id} queued behind a protected one",
         )

@@ -86,6 +86,12 @@ class RetentionMachine(RuleBasedStateMachine):
         if self.world.pool.get_num_free_blocks() >= count:
             self.world.pool.free_blocks(self.world.pool.get_new_blocks(count))
 
+    @rule(name=st.sampled_from(NAMES), place=st.integers(0, 3))
+    def lose_content(self, name: str, place: int) -> None:
+        block = self.world.pool.index.map.get_one_block(keys(name, place + 1)[place])
+        if block is not None:
+            self.world.pool.evict_blocks([block.block_id])
+
     @rule(seconds=st.sampled_from([0.5, 2, 20]))
     def wait(self, seconds: float) -> None:
         self.world.clock.now += seconds

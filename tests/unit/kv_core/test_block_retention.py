@@ -193,6 +193,17 @@ def test_blocks_given_back_to_the_front_do_not_lead_others_there() -> None:
     assert world.order() == names("p0 n0 m0 h0")
 
 
+def test_what_lost_its_content_while_idle_marks_no_place() -> None:
+    world = World()
+    pinned = world.run("p", 1, pin=True)
+    world.pool.evict_blocks([block.block_id for block in pinned])
+    world.run("l", 1, priority="low")
+    world.run("n", 1)
+    world.run("h", 1, priority="high")
+    world.run("m", 1)
+    assert world.order() == names("l0 n0 m0 h0")
+
+
 def test_many_claims_on_what_is_gone_make_room_for_as_many_new_ones() -> None:
     world = World(blocks=401)
     world.run("p", 400, pin=True)

@@ -266,11 +266,11 @@ class BlockRetention:
         self._queue.put_back(blocks)
 
     def _at_end_of(self, level: RetentionLevel, *, first: bool) -> KVCacheBlock | None:
-        """The first or last queued block of a level; entries of blocks that were taken are dropped on the way."""
+        """The first or last queued block of a level; those of blocks that were taken or emptied are dropped."""
         places = self._places[level]
         while places:
             block = next(iter(places.values()) if first else reversed(places.values()))
-            if block.ref_cnt == 0:
+            if block.ref_cnt == 0 and block.block_hash is not None:
                 return block
             del places[block.block_id]
         return None
