@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 def test_regions_lie_behind_the_records_each_on_a_page_of_its_own() -> None:
     size = SegmentShape(b"d", 1000, 3, (100, 4096))
     starts = size.region_starts
-    assert starts[0] >= 8 * (512 + 4096 + 1000 * size.slot_words)
+    assert starts[0] >= 8 * (512 + shared_segment.LOG_SLOTS + 1000 * size.slot_words)
     assert starts[1] - starts[0] >= 1000 * 100
     assert starts[2] - starts[1] == 1000 * 4096
     assert all(start % 4096 == 0 for start in starts)
@@ -70,6 +70,16 @@ def test_a_slot_that_another_engine_holds_is_never_taken(path: Path) -> None:
     b.end_read(0)
     assert a.stage(key_of(4))
     assert b.view() == ({}, {1, 2})
+
+
+def test_an_engine_that_comes_later_sees_what_is_held(path: Path) -> None:
+    a = MiniEngine(path, shape(4))
+    with a.pool as pool:
+        pool.get_new_blocks(2)  # nothing is known of what they are for
+    b = MiniEngine(path, shape(4))
+    assert b.view() == ({}, {1, 2})
+    assert b.stage(key_of(1))
+    assert not b.stage(key_of(2))
 
 
 def test_the_least_recently_used_slot_of_all_engines_goes_first(path: Path) -> None:
@@ -321,11 +331,12 @@ def test_an_engine_that_was_about_to_open_a_removed_file_makes_its_own(
     assert engine.view() == ({}, set())
 
 
-def test_more_changes_than_the_log_keeps_are_seen_too(path: Path) -> None:
+def test_more_changes_than_the_log_keeps_are_seen_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_segment, "LOG_SLOTS", 64)
     a, b = MiniEngine(path, shape(30)), MiniEngine(path, shape(30))
     b.view()
     rng = random.Random(0)
-    for _ in range(3 * shared_segment.LOG_SLOTS):
+    for _ in range(200):
         a.random_step(rng, 60)
     assert a.segment._words[shared_segment._CHANGES] > shared_segment.LOG_SLOTS
     assert a.view() == b.view()

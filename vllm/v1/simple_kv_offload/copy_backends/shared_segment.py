@@ -31,7 +31,8 @@ MAGIC = int.from_bytes(b"KVSHARE1", "little")
 FORMAT = 1
 PAGE = 4096
 MAX_ATTACHERS = 64
-LOG_SLOTS = 4096
+LOG_SLOTS = 1 << 16
+"""Changes that an engine may miss before it has to look at every slot."""
 KEY_BYTES = 40
 """A hash of 32 bytes and a group fit."""
 
@@ -267,7 +268,9 @@ class SharedSegment:
 
     def take_changes(self) -> Iterable[int]:
         now, seen = self._words[_CHANGES], self._seen
-        if seen is None or now - seen > LOG_SLOTS:
+        if seen is None:  # slots that nobody has ever used are as this engine thinks they are
+            return [slot for slot in range(1, self.num_slots) if self._is_used(slot)]
+        if now - seen > LOG_SLOTS:
             return range(1, self.num_slots)
         return sorted({self._words[_LOG + n % LOG_SLOTS] for n in range(seen, now)})
 
@@ -291,14 +294,14 @@ class SharedSegment:
         if (old.state, old.keys) == (state, keys):
             return
         self._log(slot)
-        if old.keys == keys and old.state is not SlotState.EMPTY:
-            self._set_state(at, state)
-            return
-        self._set_state(at, SlotState.EMPTY)
-        if state is not SlotState.EMPTY:
+        if old.keys != keys or old.state is SlotState.EMPTY:
+            self._set_state(at, SlotState.EMPTY)
+            if state is SlotState.EMPTY:
+                return
             self._write_keys(at, keys)
             self._put(at + _BORN, self._words[_EPOCH])
-            self._set_state(at, state)
+        self._set_state(at, state)
+        self._known_keys[slot] = (self._words[at + _CONTROL], keys)
 
     def write_hold(self, slot: int, held: bool, stamp: int) -> None:
         at = self._at(slot)
@@ -336,6 +339,10 @@ class SharedSegment:
 
     def _at(self, slot: int) -> int:
         return _SLOTS + slot * self.shape.slot_words
+
+    def _is_used(self, slot: int) -> bool:
+        at, words = self._at(slot), self._words
+        return bool(words[at + _CONTROL] or words[at + _HOLDERS] or words[at + _STAMP])
 
     def _attacher(self, index: int, field: int) -> int:
         return self._words[_ATTACHERS + index * _ATTACHER_WORDS + field]
