@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.sim.checkers import check_all, check_page
 from tests.sim.failure import require
 from tests.sim.policies import check_chains
+from tests.sim.restart import check_kept
 from tests.sim.run import Run
 from vllm.v1.core.block_pool import BlockPool
 
@@ -20,6 +21,7 @@ def check_rest(run: Run) -> None:
     check_device_contents(run)
     check_answers(run)
     check_everything_stored(run)
+    check_kept(run)
 
 
 def check_nothing_left(run: Run) -> None:

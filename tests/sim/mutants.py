@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-from tests.sim.mutants_policy import gaps_in_what_is_stored, held_slots_stay_queued
+from tests.sim.mutants_policy import POLICY_MUTANTS
 from tests.sim.retention import pinned_blocks_are_kept_back, places_are_never_left
 from tests.sim.shared_mutants import SHARED_POOL_MUTANTS
 from tests.sim.worker import SimWorker
@@ -454,8 +454,7 @@ MUTANTS: dict[str, Mutant] = {
     "refused drafts count as computed": _refused_drafts_count_as_computed,
     "pinned blocks are kept back": _replaced(BlockRetention, "_insert", pinned_blocks_are_kept_back),
     "places are never left": _replaced(BlockRetention, "leave", places_are_never_left),
-    "held slots stay queued": held_slots_stay_queued,
-    "gaps in what is stored": gaps_in_what_is_stored,
+    **POLICY_MUTANTS,
     "none": nullcontext,
     "no lease on a hit": _no_lease_on_a_hit,
     "no lease below": _replaced(Promises, "lookup", _no_lease_below),

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
+from tests.sim.mutants_kept import KEPT_MUTANTS
 from vllm.v1.core.block_hash import get_block_hash
 from vllm.v1.simple_kv_offload import store_policy
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
@@ -41,4 +42,8 @@ def gaps_in_what_is_stored() -> AbstractContextManager[object]:
     return stack
 
 
-__all__ = ["gaps_in_what_is_stored", "held_slots_stay_queued"]
+POLICY_MUTANTS = {
+    "held slots stay queued": held_slots_stay_queued,
+    "gaps in what is stored": gaps_in_what_is_stored,
+    **KEPT_MUTANTS,
+}

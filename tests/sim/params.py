@@ -81,6 +81,8 @@ class SimParams:
     """Of a pool's blocks that may be protected; 0 = no request gives a hint."""
     disk_blocks: int = 0
     """Of a disk below the host; 0 = none."""
+    disk_persist: bool = False
+    """The disk outlives the engine, which may be killed at any time."""
     eviction_policy: str = "lru"
     store_threshold: int = 0
     max_tracker_size: int = 64_000
@@ -228,7 +230,8 @@ def draw_params(seed: int) -> SimParams:
         params = _load_heavy(params)
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
-    return _with_other_engine(_with_drafts(_with_second(_with_policies(_with_disk(_fit(params))))))
+    params = _with_drafts(_with_second(_with_policies(_with_disk(_fit(params)))))
+    return _with_kept_disk(_with_other_engine(params))
 
 
 def _with_drafts(params: SimParams) -> SimParams:
@@ -238,6 +241,31 @@ def _with_drafts(params: SimParams) -> SimParams:
     if fixed or params.pipeline_stages > 1 or rng.random() >= 0.2:
         return params
     return replace(params, num_spec_tokens=rng.choice((1, 2, 3)), eagle=rng.random() < 0.4)
+
+
+def _with_kept_disk(params: SimParams) -> SimParams:
+    """Most disks outlive their engine; drawn apart, so that the other worlds stay as they are."""
+    rng = Streams(params.seed).stream("kept disk")
+    if params.disk_blocks == 0 or params.second_host_blocks or rng.random() < 0.2:
+        return params
+    params = replace(params, disk_persist=True)
+    if rng.random() < 0.4:
+        return params
+    # A disk with much on it. Where nothing is killed, whatever a table lost must be there again at the end.
+    survives = rng.random() < 0.5
+    lossy, others = ("table fails", "step fails"), (("step fails", "table fails"), ("store fails",))
+    return replace(
+        params,
+        lazy=False,
+        host_blocks=rng.randint(16, 32),
+        disk_blocks=rng.randint(10, 48),
+        ranks=rng.choice((2, 2, 3)),
+        store_threshold=0,
+        pending_store_blocks=0,
+        decline_slow_tier="off",
+        faults=frozenset(lossy if survives else rng.choice(others)),
+        actions_off=params.actions_off | ({"kill", "reset"} if survives else set()),
+    )
 
 
 def _with_second(params: SimParams) -> SimParams:

@@ -27,6 +27,8 @@ class HashRegistry:
         self.meanings: dict[bytes, Meaning] = {}
         self.by_published: dict[object, bytes] = {}
         self._known: dict[str, int] = {}
+        self.tokenless: set[object] = set()
+        """Published hashes that an engine may announce without tokens."""
         self._prints: dict[bytes, list[int]] = {}
 
     def learn(self, request: Request) -> None:
@@ -56,6 +58,8 @@ class HashRegistry:
     def check_event(self, event: BlockStored) -> None:
         """An announcement's tokens and parents are those of its hashes."""
         size = event.block_size
+        if size == 0 and not event.token_ids and self.tokenless.issuperset(event.block_hashes):
+            return
         require(
             len(event.token_ids) == size * len(event.block_hashes) and size > 0,
             "I7",

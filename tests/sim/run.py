@@ -17,17 +17,17 @@ from tests.sim.marks import Marks
 from tests.sim.multi_worker import MultiWorker
 from tests.sim.params import SimParams
 from tests.sim.policies import PolicyMarks
+from tests.sim.promises import watch_promises
 from tests.sim.registry import HashRegistry
+from tests.sim.restart import Killable, kill, kill_weight
 from tests.sim.retention import mark_retention
 from tests.sim.rng import Streams
 from tests.sim.shared_run import SharedRun
 from tests.sim.worker import SimWorker, Step
 from tests.sim.workload import Truth, Workload, make_request
 from tests.sim.world import build_world
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.outputs import RequestError
 from vllm.v1.core.block_hash import BlockHashWithGroupId, make_block_hash_with_group_id
-from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.message_types import FinishReason
@@ -38,59 +38,41 @@ from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 LIVE_REQUESTS_MAX = 9
 
 
-class Run(SharedRun):
+class Run(Killable, SharedRun):
     """State of one run. Nothing here decides what happens next; see driver.py."""
 
     def __init__(self, params: SimParams) -> None:
         self.params = params
         self.streams = Streams(params.seed)
         self.marks = Marks()
-        self.world = build_world(params)
-        self.scheduler = self.world.scheduler
-        worker = MultiWorker if params.second_host_blocks else SimWorker
-        self.worker = worker(params, self.marks, self.fault)
         self.workload = Workload(params, self.streams.stream("workload"))
         self.truths: dict[str, Truth] = {}
         self._open: dict[str, Truth] = {}
         self.requests: dict[str, Request] = {}
-        self.steps: deque[Step] = deque()
-        self.consumer = Consumer(self.world.publisher)
+        worker = MultiWorker if params.second_host_blocks else SimWorker
+        self.start_engine(worker(params, self.marks, self.fault))
         self.registry = HashRegistry(self.world.hash_block_size)
-        self.seen_entries: dict[str, list[tuple[int, BlockHashWithGroupId]]] = {}
         self.must_be_stored: set[bytes] = set()
         self.store_excuse: str | None = None
         """Why something may rightly be missing below: a fault, a reset."""
         self.full_tiers: set[int] = set()
         """Connectors, by their order, whose first tier had no room or evicted something."""
         self.draining = False
+        self._policy_marks = PolicyMarks(params, self.marks)
+
+    def start_engine(self, worker: SimWorker) -> None:
+        """Everything that dies with an engine."""
+        self.worker = worker
+        self.world = build_world(self.params)
+        self.scheduler = self.world.scheduler
+        self.steps: deque[Step] = deque()
+        self.consumer = Consumer(self.world.publisher)
+        self.seen_entries: dict[str, list[tuple[int, BlockHashWithGroupId]]] = {}
         self.idle_steps = 0
         self._writes: dict[int, dict[str, set[int]]] = {}
         self._asked: dict[str, int] = {}
-        self._policy_marks = PolicyMarks(params, self.marks)
         if self.world.connector is not None:
-            self._watch_promises(self.world.connector)
-
-    def _watch_promises(self, connector: KVConnectorBase_V1) -> None:
-        """Notice loads that are accepted with fewer tokens than were promised."""
-        ask, accept = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
-        promised: dict[str, int] = {}
-        unit = self.world.scheduler_block_size
-
-        def asked(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-            tokens, is_async = ask(request, num_computed_tokens)
-            promised[request.request_id] = tokens or 0
-            rng = self.streams.stream(f"{request.request_id}/{tokens}/{num_computed_tokens}")
-            if tokens and self.fault("short accept", rng):  # taking less than was promised is legal
-                tokens -= rng.randint(0, (tokens - 1) // unit) * unit
-            return tokens, is_async
-
-        def accepted(request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-            if 0 < num_external_tokens < promised.pop(request.request_id, 0):
-                self.marks.hit("shortened load")
-            accept(request, blocks, num_external_tokens)
-
-        connector.get_num_new_matched_tokens = asked  # type: ignore[method-assign]
-        connector.update_state_after_alloc = accepted  # type: ignore[method-assign]
+            watch_promises(self, self.world.connector)
 
     # --- views ----------------------------------------------------------------------------------------------------
 
@@ -140,6 +122,8 @@ class Run(SharedRun):
             weights["reset"] = 3
         if self.offload is not None and "cool" not in self.params.actions_off:
             weights["cool"] = 12
+        if self.params.disk_persist and "kill" not in self.params.actions_off:
+            weights["kill"] = kill_weight(self)
         if "pause" not in self.params.actions_off:
             weights["pause"] = 5 if self.scheduler.pause_state is PauseState.UNPAUSED else 40
         return weights | ({"other": 100} if self.params.shared else {})
@@ -490,6 +474,9 @@ class Run(SharedRun):
         self.scheduler.reset_prefix_cache()
         for truth in self.live():  # what lost its hash while it was computed is not stored
             truth.cooled = True
+
+    def _do_kill(self, rng: random.Random) -> None:
+        kill(self, rng)
 
     def _do_pause(self, rng: random.Random) -> None:
         if self.scheduler.pause_state is PauseState.UNPAUSED:

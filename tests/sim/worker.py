@@ -14,6 +14,7 @@ from tests.sim.content import NONSENSE, Chain, guess_tokens, next_token, root
 from tests.sim.copies import CopyJob, Lanes
 from tests.sim.device import Memory, Rows, forward, make_groups
 from tests.sim.failure import SimFailure, require
+from tests.sim.kept_rows import KeptRows
 from tests.sim.marks import Marks
 from tests.sim.params import SimParams
 from tests.sim.policies import times_of
@@ -74,6 +75,8 @@ class SimWorker:
         self.disks = [Memory(max(1, params.disk_blocks)) for _ in range(params.ranks)]
         memories = zip(self.devices, self.hosts, self.disks, strict=True)
         self.lanes = [Lanes(device, host, disk) for device, host, disk in memories]
+        self.kept = [KeptRows() for _ in range(params.ranks)]
+        """What each rank keeps of its disk for the next start."""
         self.requests: dict[str, WorkerRequest] = {}
         self.ghosts: set[str] = set()
         """Requests whose step failed: what later steps compute for them is void."""
@@ -98,6 +101,16 @@ class SimWorker:
         """Host and disk memory by rank, of one connector."""
         assert connector == 0
         return self.hosts, self.disks
+
+    def after_a_kill(self) -> SimWorker:
+        """The workers of the next engine on the same disks."""
+        after = SimWorker(self.params, self.marks, self.fault)
+        after.disks = self.disks
+        for lanes, disk in zip(after.lanes, self.disks, strict=True):
+            lanes.disk = disk
+        after.kept = [KeptRows(table.rows) for table in self.kept]
+        after.identities, after.version = self.identities, self.version
+        return after
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -301,6 +314,10 @@ class SimWorker:
     ) -> None:
         """Start the step's moves between host and disk; those of steps that were lost on this rank have failed."""
         lost = self._lost[rank]
+        table = self.kept[rank]
+        if table.bind(meta.kept, fails=bool(meta.kept.slots) and self.fault("table fails", rng)):
+            lost.kept_lost = True
+            self.marks.hit("kept order missed")
         for order, failed, is_store, seen in (
             (meta.move_down, lost.failed_moves_down, True, self._seen_moves[rank][0]),
             (meta.move_up, lost.failed_moves_up, False, self._seen_moves[rank][1]),
@@ -313,6 +330,9 @@ class SimWorker:
             pairs = list(zip(order.src_blocks, order.dst_blocks, strict=True))
             job = self._job(order.event, is_store, pairs, [], rng)
             job.is_move = True
+            if is_store and not table.is_stale:
+                kept = sorted(table.rows.keys() & {slot for _, slot in pairs})
+                require(not kept, "I4", f"rank {rank} keeps disk slots {kept} while they are written")
             self.lanes[rank].submit(job)
         self._seen_moves[rank] = (meta.move_down.issued, meta.move_up.issued)
 

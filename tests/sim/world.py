@@ -116,7 +116,12 @@ def _transfer_config(params: SimParams) -> KVTransferConfig | None:
         extra["shared_pool"] = "sim"
     if params.disk_blocks:
         # Sizes in bytes are not known yet: `build_world` sets the capacity.
-        extra |= {"disk_tier": True, "disk_path": "/nonexistent/sim", "disk_wait_s": SIM_DISK_WAIT_S}
+        extra |= {
+            "disk_tier": True,
+            "disk_path": "/nonexistent/sim",
+            "disk_wait_s": SIM_DISK_WAIT_S,
+            "disk_persist": params.disk_persist,
+        }
     name = "SimpleCPUOffloadConnector"
     if params.second_host_blocks:
         second = {"num_cpu_blocks": params.second_host_blocks, "lazy_offload": params.second_lazy}

@@ -45,8 +45,14 @@ class KeptIndex:
                     entry.slot, [StagedKey(key, num_tokens, None) for key, num_tokens in entry.keys]
                 )
                 count += 1
-        # The ranks know these slots; what is left out here they would find again only if they all had it.
+        # The ranks know what became findable; the rest of their slots they are told to forget.
+        named = {entry.slot for inventory in inventories for entry in inventory.slots}
         self._changed.clear()
+        self._changed.update(
+            (slot, None)
+            for slot in sorted(named)
+            if slot < self._tier.num_blocks and self._tier.pool.blocks[slot].block_hash is None
+        )
         logger.info("KV offload: %d blocks kept on the disk can be used again", count)
         return count
 

@@ -1,0 +1,42 @@
+"""Planted bugs in keeping a disk over restarts; see mutants.py."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from vllm.v1.simple_kv_offload.disk_kept import KeptIndex
+from vllm.v1.simple_kv_offload.tier import Tier
+
+
+def staged_slots_stay_kept() -> AbstractContextManager[object]:
+    """A slot of the disk keeps its row while other bytes are written to it."""
+    original = Tier.stage
+
+    def stage(self: Tier, *args: Any, **kwargs: Any) -> Any:
+        changed, self.changed = self.changed, None
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.changed = changed
+
+    return patch.object(Tier, "stage", stage)
+
+
+def one_table_is_enough() -> AbstractContextManager[object]:
+    """What one rank has kept is used although others have not."""
+    original = KeptIndex.restore
+    return patch.object(KeptIndex, "restore", lambda self, inventories: original(self, inventories[:1]))
+
+
+def nothing_is_sent_again() -> AbstractContextManager[object]:
+    """A rank that missed an order stays without its table."""
+    return patch.object(KeptIndex, "resend", lambda self: None)
+
+
+KEPT_MUTANTS = {
+    "staged slots stay kept": staged_slots_stay_kept,
+    "one table is enough": one_table_is_enough,
+    "nothing is sent again": nothing_is_sent_again,
+}
