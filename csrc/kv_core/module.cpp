@@ -30,6 +30,7 @@ PyMethodDef functions[] = {
     {"make_blocks", fast(make_blocks), METH_FASTCALL, nullptr},
     {"take", fast(take), METH_FASTCALL, nullptr},
     {"touch", fast(touch), METH_FASTCALL, nullptr},
+    {"look_ahead", fast(look_ahead), METH_FASTCALL, nullptr},
     {"release", fast(release), METH_FASTCALL, nullptr},
     {"hash_chain", fast(hash_chain), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},

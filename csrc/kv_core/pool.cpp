@@ -129,6 +129,28 @@ PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+// look_ahead(queue, depth, index) -> (whether the index lacks the hash of one of the first `depth` blocks, the last of them
+// or None); it stops at the first that is lacking.
+PyObject* look_ahead(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (wrong_count("look_ahead", count, 3)) return nullptr;
+  if (!PyObject_TypeCheck(args[0], queue_type) || !PyDict_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "look_ahead needs a native queue and a dict");
+    return nullptr;
+  }
+  const Py_ssize_t depth = PyLong_AsSsize_t(args[1]);
+  if (depth == -1 && PyErr_Occurred()) return nullptr;
+  const Queue* queue = reinterpret_cast<Queue*>(args[0]);
+  Block* last = nullptr;
+  int found = 1;
+  Block* block = queue->head->next;
+  for (Py_ssize_t i = 0; i < depth && found == 1 && block != nullptr && block != queue->tail; ++i, block = block->next) {
+    last = block;
+    if (block->hash != nullptr) found = PyDict_Contains(args[2], block->hash);
+  }
+  if (found < 0) return nullptr;
+  return PyTuple_Pack(2, found == 0 ? Py_True : Py_False, last == nullptr ? Py_None : as_object(last));
+}
+
 // release(pool, blocks, idle) -> None, or a list of blocks of other pools: one reference less for each of the pool's own;
 // those nobody holds now are appended to `idle`. Null blocks are skipped.
 PyObject* release(PyObject*, PyObject* const* args, Py_ssize_t count) {

@@ -99,6 +99,7 @@ PyObject* pop_front(Queue* queue, Py_ssize_t count);
 PyObject* make_blocks(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* look_ahead(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* release(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* hash_chain(PyObject*, PyObject* const* args, Py_ssize_t count);
 

@@ -16,7 +16,7 @@ from vllm.utils.checks import InvariantError
 from vllm.utils.hashing import HashFn, sha256, sha256_cbor
 from vllm.utils.native_core import NativeCore, native_core
 from vllm.v1.core.block_hasher import hash_block_tokens
-from vllm.v1.core.block_ops import PythonTally, python_release, python_take, python_touch
+from vllm.v1.core.block_ops import PythonTally, python_look_ahead, python_release, python_take, python_touch
 from vllm.v1.core.free_block_queue import PythonLinkedQueue
 from vllm.v1.core.kv_cache_block import PythonBlock
 
@@ -33,7 +33,9 @@ class Pool:
 class Side:
     """Blocks, queue, index and loops of one implementation, driven by words."""
 
-    def __init__(self, block: Any, queue: Any, tally: Any, take: Any, touch: Any, release: Any) -> None:
+    def __init__(
+        self, block: Any, queue: Any, tally: Any, take: Any, touch: Any, release: Any, look: Any
+    ) -> None:
         self.pool, self.other = Pool(), Pool()
         self.blocks = [block(i, pool=self.pool) for i in range(NUM_BLOCKS)]
         self.blocks[0].is_null = True
@@ -41,7 +43,7 @@ class Side:
         self.queue = queue(block(-1), block(-1), self.blocks[1:])
         self.index: dict[bytes, Any] = {}
         self.tally = tally()
-        self._take, self._touch, self._release = take, touch, release
+        self._take, self._touch, self._release, self._look_ahead = take, touch, release, look
 
     def pick(self, numbers: Sequence[int]) -> list[Any]:
         everyone = self.blocks + self.strangers
@@ -95,6 +97,11 @@ class Side:
     def walk(self, numbers: Sequence[int]) -> object:
         return ids(list(self.queue.iter_blocks_after(self.pick(numbers)[0])))
 
+    def look(self, numbers: Sequence[int]) -> object:
+        """The index of another pool, which has one of the keys."""
+        lacks, last = self._look_ahead(self.queue, numbers[0], {KEYS[numbers[-1] % len(KEYS)]: None})
+        return lacks, None if last is None else last.block_id
+
     def state(self) -> object:
         return (
             [repr(block) for block in self.blocks + self.strangers],
@@ -119,8 +126,24 @@ def core() -> NativeCore:
 def both_sides() -> tuple[Side, Side]:
     native = core()
     return (
-        Side(PythonBlock, PythonLinkedQueue, PythonTally, python_take, python_touch, python_release),
-        Side(native.KVCacheBlock, native.FreeQueue, native.Tally, native.take, native.touch, native.release),
+        Side(
+            PythonBlock,
+            PythonLinkedQueue,
+            PythonTally,
+            python_take,
+            python_touch,
+            python_release,
+            python_look_ahead,
+        ),
+        Side(
+            native.KVCacheBlock,
+            native.FreeQueue,
+            native.Tally,
+            native.take,
+            native.touch,
+            native.release,
+            native.look_ahead,
+        ),
     )
 
 
@@ -142,6 +165,7 @@ words = st.sampled_from(
         "remove_and_insert",
         "pop_and_append",
         "walk",
+        "look",
     )
 )
 steps = st.lists(

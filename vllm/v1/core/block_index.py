@@ -32,7 +32,8 @@ from vllm.v1.core.block_hasher import (
     generate_block_hash_extra_keys,
     to_event_extra_keys,
 )
-from vllm.v1.core.block_ops import IndexEntries, Tally, forget_block
+from vllm.v1.core.block_ops import IndexEntries, Tally, forget_block, look_ahead
+from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
 
@@ -70,6 +71,11 @@ class BlockHashToBlockMap:
         """Those of the keys that no block is registered under."""
         entries = self._cache
         return [key for key in keys if key not in entries]
+
+    def covers(self, queue: FreeKVCacheBlockQueue, depth: int) -> tuple[bool, KVCacheBlock | None]:
+        """Whether what the first `depth` blocks of another pool's queue hold is here too; also the last one looked at."""
+        lacks, last = look_ahead(queue, depth, self._cache)
+        return not lacks, last
 
     def contain(self, key: BlockHashWithGroupId, block_id: int) -> bool:
         """Whether this very block is registered under `key`."""

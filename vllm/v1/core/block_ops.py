@@ -7,12 +7,13 @@ metrics or requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from vllm.utils.checks import InvariantError
 from vllm.utils.native_core import native_core
 from vllm.v1.core.block_hash import BlockHashWithGroupId
-from vllm.v1.core.free_block_queue import FreeQueue, is_plain
+from vllm.v1.core.free_block_queue import FreeQueue, LinkedQueue, is_plain
 from vllm.v1.core.kv_cache_block import BlockOwner, KVCacheBlock
 
 IndexEntries = dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]]
@@ -126,6 +127,23 @@ def operations_for(queue: FreeQueue) -> tuple[Take, Touch]:
     if native_core is None or not is_plain(queue):
         return python_take, python_touch
     return native_core.take, native_core.touch
+
+
+def python_look_ahead(
+    queue: LinkedQueue, depth: int, index: IndexEntries
+) -> tuple[bool, KVCacheBlock | None]:
+    """Whether the index lacks the hash of one of the first `depth` blocks, and the last block looked at.
+
+    Stops at the first that is lacking.
+    """
+    last: KVCacheBlock | None = None
+    for last in islice(queue.iter_blocks_after(None), max(0, depth)):
+        if last.block_hash is not None and last.block_hash not in index:
+            return True, last
+    return False, last
+
+
+look_ahead = python_look_ahead if native_core is None else native_core.look_ahead
 
 
 def touch_elsewhere(blocks: Sequence[KVCacheBlock]) -> None:

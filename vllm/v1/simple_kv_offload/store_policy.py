@@ -22,6 +22,7 @@ from vllm.v1.core.block_hash import (
 )
 from vllm.v1.core.block_index import StoredBlockInfo, describe_tokens
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
@@ -367,7 +368,10 @@ def select_idle(
 
 @dataclass(frozen=True, slots=True)
 class Endangered:
-    """The cached blocks among the next ones to be handed out, oldest first; ``last`` = the last block looked at."""
+    """The cached blocks among the next ones to be handed out, oldest first, or none where all have a copy.
+
+    ``last`` is the last block looked at.
+    """
 
     blocks: list[tuple[KVCacheBlock, BlockHashWithGroupId]]
     last: KVCacheBlock | None
@@ -375,7 +379,13 @@ class Endangered:
 
 def find_endangered(stores: Stores, depth: int) -> Endangered:
     """Look at the next ``depth`` blocks of the device's free list."""
-    scanned = list(islice(stores.device.free_block_queue.iter_blocks_after(None), depth))
+    queue = stores.device.free_block_queue
+    if isinstance(queue, FreeKVCacheBlockQueue):
+        # Every step asks, and mostly all is copied.
+        all_copied, last = stores.tier.pool.cached_block_hash_to_block.covers(queue, depth)
+        if all_copied:
+            return Endangered([], last)
+    scanned = list(islice(queue.iter_blocks_after(None), depth))
     suffixes, unsettled = stores.tier.key_suffixes, stores.unsettled
     blocks = [
         (block, key)
