@@ -181,11 +181,23 @@ def test_a_reset_forgets_every_claim() -> None:
     assert world.order() == names("n0 q0 p1 p0 m0")
 
 
+def test_protected_contents_are_not_put_in_front_after_a_copy() -> None:
+    world = World()
+    pinned = world.run("p", 2, pin=True)
+    plain = world.run("n", 2)
+    for blocks in (pinned, plain):
+        world.pool.touch(blocks)
+    world.pool.free_blocks_to_front([plain[1], plain[0], pinned[1], pinned[0]])
+    assert world.order() == names("n1 n0 p1 p0")
+
+
 def test_blocks_given_back_to_the_front_do_not_lead_others_there() -> None:
     world = World()
-    pinned = world.run("p", 1, pin=True)
+    pinned = world.run("p", 1, pin=True, ttl=5)
     world.run("n", 1)
     world.pool.touch(pinned)
+    world.clock.now += 6
+    world.keep.expire()
     world.pool.free_blocks_to_front(pinned)
     assert world.order() == names("p0 n0")
     world.run("m", 1)

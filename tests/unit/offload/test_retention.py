@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,27 @@ def test_a_pinned_prompt_outlives_a_flood_in_both_tiers(specs: str) -> None:
     assert device_of(rig).num_refused == tier_of(rig).num_refused == 0
     rig.assert_at_rest()
     assert not pool_problems(rig.manager.tier.pool)
+
+
+@pytest.mark.parametrize("below", ["lazy", "disk"])
+def test_a_copy_does_not_unpin_what_it_copies(below: str, tmp_path: Path) -> None:
+    """Copied blocks go back to the front of the queue, as they are the next to be evicted; what is pinned is not."""
+    disk = {
+        "disk_tier": True, "disk_path": str(tmp_path / "kv"), "disk_capacity_bytes": 1 << 16, "use_page_cache": True,
+    }  # fmt: skip
+    rig = Rig(
+        device_blocks=30, host_blocks=30, lazy=below == "lazy", held=below == "lazy",
+        extra=disk if below == "disk" else {},
+    )  # fmt: skip
+    rig.config.cache_config.kv_retention_share = 0.6
+    for seed in range(2, 5):
+        ask(rig, prompt(25, seed))
+    ask(rig, prompt(25), {"pin": True})
+    for seed in range(6, 9):
+        ask(rig, prompt(25, seed))
+    found = cached(rig, prompt(25))
+    assert (found["device"], found["host"]) == (24, 24)
+    rig.close()
 
 
 def test_pins_never_hold_up_an_admission() -> None:

@@ -59,6 +59,8 @@ class BlockPlacer(Protocol):
 
     def place(self, blocks: Sequence[KVCacheBlock]) -> None: ...
 
+    def place_protected(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]: ...
+
     def leave(self, blocks: Sequence[KVCacheBlock]) -> None: ...
 
     def expire(self) -> None: ...
@@ -229,7 +231,8 @@ class BlockPool:
 
         Blocks that were in front without a hash stay there: reusing them costs nothing.
         """
-        self.free_block_queue.put_back(self._release(ordered_blocks))
+        idle = self._release(ordered_blocks)
+        self.free_block_queue.put_back(idle if self.placer is None else self.placer.place_protected(idle))
 
     def unpin_blocks(self, blocks: Sequence[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Free the blocks, whose bytes stay readable until they are handed out: then `on_reuse(block)` is called.

@@ -232,6 +232,21 @@ class BlockRetention:
         for level, those in by_level.items():
             self._insert(level, those)
 
+    def place_protected(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Queue those whose content is protected, though they were to go first; the others are returned.
+
+        The latest one comes first in `blocks`, as after a copy, and is the last to go here as well.
+        """
+        levels = [
+            RetentionLevel.NORMAL if block.block_hash is None else self.level_of(block.block_hash)
+            for block in blocks
+        ]
+        if not any(level.is_protected for level in levels):
+            return list(blocks)
+        pairs = list(zip(blocks, levels, strict=True))
+        self.place([block for block, level in pairs if level.is_protected])
+        return [block for block, level in pairs if not level.is_protected]
+
     def leave(self, blocks: Sequence[KVCacheBlock]) -> None:
         """These blocks have left the queue, and get other places."""
         for places in self._places.values():
