@@ -14,11 +14,10 @@ import pytest
 from tests.helpers.shared_engines import Killed, MiniEngine, hammer, key_of, shape
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.simple_kv_offload.copy_backends import shared_segment
+from vllm.v1.simple_kv_offload.copy_backends.shared_host import remove_stale_segments, segment_path
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import (
     SegmentShape,
     SharedSegment,
-    remove_stale_segments,
-    segment_path,
 )
 from vllm.v1.simple_kv_offload.shared_pool import SharedPool
 

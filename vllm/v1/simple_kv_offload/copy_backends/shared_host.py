@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,14 +20,14 @@ from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import (
-    DEFAULT_FOLDER,
     SegmentShape,
     SharedSegment,
-    remove_stale_segments,
-    segment_path,
+    remove_if_unused,
 )
 
 logger = init_logger(__name__)
+
+DEFAULT_FOLDER = "/dev/shm"
 
 
 @dataclass(slots=True)
@@ -78,6 +79,33 @@ def segment_shape(
     content.update(repr((hash_block_size, list(row_bytes.items()))).encode())
     keys_per_slot = max(1, -(-largest // hash_block_size))
     return SegmentShape(content.digest(), num_slots, keys_per_slot, tuple(row_bytes.values()))
+
+
+def segment_path(folder: str, name: str, digest: bytes) -> str:
+    """Where the pool ``name`` of this user lies for this kind of content."""
+    return os.path.join(folder, f"vllm-kv-{os.geteuid()}-{name}-{digest.hex()[:16]}")
+
+
+def remove_stale_segments(path: str) -> list[str]:
+    """Remove segments of the same name that nobody uses and that are of other content than ``path``.
+
+    A file that cannot be looked at is logged and stays.
+    """
+    folder, own = os.path.split(path)
+    pattern = re.compile(re.escape(own[:-16]) + "[0-9a-f]{16}")
+    removed = []
+    for name in sorted(os.listdir(folder)):
+        candidate = os.path.join(folder, name)
+        if name == own or pattern.fullmatch(name) is None:
+            continue
+        try:
+            if remove_if_unused(candidate):
+                removed.append(candidate)
+        except OSError as error:
+            logger.warning("KV offload: cannot clean up %s: %s", candidate, error)
+    if removed:
+        logger.info("KV offload: removed %s, of engines that are gone", ", ".join(removed))
+    return removed
 
 
 def segment_regions(segment: SharedSegment, row_bytes: Mapping[str, int]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import re
 import stat
 import struct
 import time
@@ -26,7 +25,6 @@ from vllm.v1.simple_kv_offload.shared_pool import Keys, SlotRecord, SlotState
 
 logger = init_logger(__name__)
 
-DEFAULT_FOLDER = "/dev/shm"
 MAGIC = int.from_bytes(b"KVSHARE1", "little")
 FORMAT = 1
 PAGE = 4096
@@ -440,34 +438,8 @@ class SharedSegment:
             os.close(fd)
 
 
-def segment_path(folder: str, name: str, digest: bytes) -> str:
-    """Where the pool ``name`` of this user lies for this kind of content."""
-    return os.path.join(folder, f"vllm-kv-{os.geteuid()}-{name}-{digest.hex()[:16]}")
-
-
-def remove_stale_segments(path: str) -> list[str]:
-    """Remove segments of the same name that nobody uses and that are of other content than ``path``.
-
-    A file that cannot be looked at is logged and stays.
-    """
-    folder, own = os.path.split(path)
-    pattern = re.compile(re.escape(own[:-16]) + "[0-9a-f]{16}")
-    removed = []
-    for name in sorted(os.listdir(folder)):
-        candidate = os.path.join(folder, name)
-        if name == own or pattern.fullmatch(name) is None:
-            continue
-        try:
-            if _remove_if_unused(candidate):
-                removed.append(candidate)
-        except OSError as error:
-            logger.warning("KV offload: cannot clean up %s: %s", candidate, error)
-    if removed:
-        logger.info("KV offload: removed %s, of engines that are gone", ", ".join(removed))
-    return removed
-
-
-def _remove_if_unused(path: str) -> bool:
+def remove_if_unused(path: str) -> bool:
+    """Remove a segment of this user that no engine uses or is about to use; False if it stays."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         info = os.fstat(fd)
