@@ -294,19 +294,24 @@ def _with_disk(params: SimParams) -> SimParams:
 
 
 def _with_policies(params: SimParams) -> SimParams:
-    """What the offload evicts, stores and reads; drawn apart, so that the others stay as they are."""
+    """What the offload evicts, stores and reads, in half of its worlds; drawn apart, so that the others stay as they are."""
     rng = Streams(params.seed).stream("policies")
-    if params.host_blocks == 0:
+    kind = rng.random()
+    if params.host_blocks == 0 or kind < 0.45:
         return params
-    params = replace(
+    if kind < 0.6:
+        return _without_excuse(params, rng)
+    params = replace(params, eviction_policy="arc" if rng.random() < 0.6 else "lru")
+    if kind < 0.7:
+        # Everything is read from below, as often as its speed allows.
+        return replace(params, decline_slow_tier="all", actions_off=params.actions_off - {"cool"})
+    return replace(
         params,
-        eviction_policy="arc" if rng.random() < 0.4 else "lru",
-        store_threshold=rng.choice((0, 0, 0, 0, 0, 1, 2, 2, 3)),
+        store_threshold=rng.choice((0, 0, 0, 1, 2, 3)),
         max_tracker_size=rng.choice((64_000, 64_000, 5, 11)),
-        pending_store_blocks=rng.choice((0, 0, 0, 0, 1, 2, 4)),
+        pending_store_blocks=rng.choice((0, 0, 0, 1, 2, 4)),
         decline_slow_tier=rng.choice(("off", "off", "disk", "all")),
     )
-    return _without_excuse(params, rng) if rng.random() < 0.12 else params
 
 
 def _without_excuse(params: SimParams, rng: random.Random) -> SimParams:
@@ -318,7 +323,9 @@ def _without_excuse(params: SimParams, rng: random.Random) -> SimParams:
         host_blocks=120,
         disk_blocks=0,
         store_threshold=2,
-        max_tracker_size=rng.choice((5, 11, 20)),
+        max_tracker_size=rng.choice((4, 6, 8)),
+        # Offers in several steps, the first of which are forgotten first.
+        max_num_batched_tokens=8 if params.chunked_prefill else params.max_num_batched_tokens,
         pending_store_blocks=0,
         faults=frozenset(),
         actions_off=params.actions_off | {"reset", "cool"},

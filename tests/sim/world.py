@@ -238,7 +238,7 @@ def build_world(params: SimParams) -> World:
     )
     offloads = _offloads(scheduler.connector)
     for manager in offloads:
-        manager.speed.probe_every = SIM_PROBE_EVERY
+        manager.speed.probe_every, manager.speed.samples_min = SIM_PROBE_EVERY, 1
         manager.clock = clock
         if manager.chain is not None:
             manager.chain.clock = clock

@@ -41,11 +41,6 @@ class Rate:
         # The first samples count alike.
         self.value += max(weight, 1 / self.samples) * (sample - self.value)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether enough was seen."""
-        return self.samples >= SAMPLES_MIN
-
 
 class SpeedCheck:
     """Declines hits in the ``checked`` tiers while a load would take longer than computing the same tokens.
@@ -62,6 +57,7 @@ class SpeedCheck:
         self.is_slow = dict.fromkeys(self.loads, False)
         """By tier, whether the last hit was too slow."""
         self.probe_every = PROBE_EVERY
+        self.samples_min = SAMPLES_MIN
         self._first = first
         self._turned_away = dict.fromkeys(self.loads, 0)
         self._answers: dict[str, dict[CacheHitSource, bool]] = {}
@@ -92,7 +88,7 @@ class SpeedCheck:
 
     def _decide(self, source: CacheHitSource, num_blocks: int, num_tokens: int) -> bool:
         load = self.loads[source]
-        known = load.is_known and self.prefill.is_known
+        known = min(load.samples, self.prefill.samples) >= self.samples_min
         slow = known and load.value * num_blocks > MARGIN * self.prefill.value * num_tokens
         self.is_slow[source] = slow
         if not slow:
