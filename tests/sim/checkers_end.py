@@ -87,14 +87,14 @@ def check_everything_stored(run: Run) -> None:
         return
     for index, offload in enumerate(run.offloads):
         if not offload.lazy_offload and index not in run.full_tiers:
-            _check_stored(run, offload.tier.pool)
+            _check_stored(run, offload.tier.pool, has_policies=index == 0)
 
 
-def _check_stored(run: Run, pool: BlockPool) -> None:
-    if run.params.store_threshold > 1:
+def _check_stored(run: Run, pool: BlockPool, *, has_policies: bool) -> None:
+    if has_policies and run.params.store_threshold > 1:
         check_chains(run.params, pool, list(run.requests.values()), run.world.hash_block_size)
         return
-    if run.params.pending_store_blocks:
+    if has_policies and run.params.pending_store_blocks:
         return
     for key in run.must_be_stored:
         require(
