@@ -218,6 +218,22 @@ def test_life_cycle_calls_reach_every_child() -> None:
         connector.set_xfer_handshake_metadata_pp_aware({1: {}})
 
 
+def test_each_scheduler_half_hears_its_own_worker_halves_only() -> None:
+    connector, first, second = pair()
+    told: dict[str, Any] = {}
+    own = KVConnectorHandshakeMetadata()
+    second.get_handshake_metadata = lambda: own  # type: ignore[method-assign]
+    first.set_xfer_handshake_metadata = lambda entries: told.update(first=entries)  # type: ignore[method-assign]
+    second.set_xfer_handshake_metadata = lambda entries: told.update(second=entries)  # type: ignore[method-assign]
+    said = connector.get_handshake_metadata()
+    assert said is not None
+    connector.set_xfer_handshake_metadata({0: said, 1: said})
+    assert told == {"first": {}, "second": {0: own, 1: own}}
+    told.clear()
+    connector.set_xfer_handshake_metadata_pp_aware({0: {3: said}})
+    assert told == {"first": {}, "second": {3: own}}
+
+
 def test_a_child_that_cannot_shut_down_does_not_keep_the_others_open() -> None:
     connector, first, second = pair()
     closed: list[str] = []

@@ -2,115 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import fcntl
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.offload_rig import Rig, full, mamba, prompt, window
+from tests.helpers.kept_rig import KeptRig, crash_after, served
+from tests.helpers.offload_rig import full, mamba, prompt, window
 from vllm.distributed.kv_event_types import MEDIUM_STORAGE, AllBlocksCleared, BlockStored
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.simple_kv_offload.copy_backends import disk_file
-from vllm.v1.simple_kv_offload.copy_backends.disk import DiskBackend
 from vllm.v1.simple_kv_offload.copy_backends.disk_file import SlotFile, remove_outdated_files
 from vllm.v1.simple_kv_offload.copy_backends.kept_table import HEADER_BYTES, RECORD_BYTES, KeptTable
-from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.metadata import KeptOrder, KeptSlot
-from vllm.v1.worker.kv_connector_step import ActiveKVConnector
 
 PAGE = full().page_size_bytes
-
-
-class KeptRig(Rig):
-    """An engine whose disk tier is kept in `folder`."""
-
-    def __init__(self, folder: Path, *, host_blocks: int = 17, disk_blocks: int = 65, **fields: Any) -> None:
-        specs = fields.get("specs") or [full()]
-        extra = {
-            "disk_tier": True,
-            "disk_persist": True,
-            "disk_path": str(folder / "kv"),
-            "disk_capacity_bytes": disk_blocks * sum(spec.page_size_bytes for spec in specs),
-            **fields.pop("extra", {}),
-        }
-        super().__init__(host_blocks=host_blocks, extra=extra, **fields)
-        found = {
-            rank: active.kv_connector.get_handshake_metadata() for rank, active in enumerate(self.workers)
-        }
-        self.connector.set_xfer_handshake_metadata({rank: each for rank, each in found.items() if each})
-
-    def _make_worker(self, rank: int) -> ActiveKVConnector:
-        config = copy.copy(self.config)
-        # Ranks are processes, elsewhere; here the index of the engine keeps their files apart.
-        config.parallel_config = copy.copy(config.parallel_config)
-        config.parallel_config.data_parallel_index = rank
-        config.model_config = None  # type: ignore[assignment]  # the rig's has no weights
-        assert config.kv_transfer_config is not None
-        config.kv_transfer_config = copy.copy(config.kv_transfer_config)
-        config.kv_transfer_config.engine_id = f"rig{rank}-{id(self)}"
-        connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.kv_config)
-        connector.register_kv_caches(self.memories[rank])
-        self._hold(connector)
-        return ActiveKVConnector(connector)
-
-    @property
-    def chain(self) -> DiskChain:
-        assert self.manager.chain is not None
-        return self.manager.chain
-
-    def backend(self, rank: int = 0) -> DiskBackend:
-        moves = self.worker(rank)._moves
-        assert moves is not None
-        assert isinstance(moves.backend, DiskBackend)
-        return moves.backend
-
-    def settle(self) -> None:
-        """Wait until the table says what it was told."""
-        for rank in range(self.ranks):
-            keeper = self.backend(rank).keeper
-            assert keeper is not None
-            for result in keeper._open:
-                assert result.synchronize(5.0)
-
-    def crash(self) -> None:
-        """kill -9: what was written is written, the lock goes, nothing is tidied up."""
-        for rank in range(self.ranks):
-            backend = self.backend(rank)
-            file, keeper = backend._file, backend.keeper
-            assert file is not None
-            for lane in backend._lanes.values():
-                lane.shutdown()
-            if backend._mover is not None:
-                backend._mover.close(5.0)
-            if keeper is not None and keeper._lane is not None:
-                keeper._lane.shutdown()
-                keeper._lane = None
-                os.close(keeper._table._fd)
-            os.close(file._fd)
-            file._fd = -1
-            backend._lanes = {}
-
-
-def crash_after(folder: Path, prompts: list[list[int]], **fields: Any) -> None:
-    """An engine that served these prompts, and was killed when it had nothing to do."""
-    rig = KeptRig(folder, **fields)
-    for tokens in prompts:
-        rig.generate(tokens, max_tokens=1)
-    rig.settle()
-    rig.crash()
-
-
-def served(rig: Rig, tokens: list[int]) -> int:
-    """Tokens that the request did not compute; its output is checked."""
-    count = rig.generate(tokens, max_tokens=2).num_cached_tokens
-    rig.assert_at_rest()
-    return count
 
 
 @pytest.fixture(autouse=True)
@@ -393,6 +303,34 @@ def test_tier_11_one_failed_write_of_the_table_is_made_good(
     again = KeptRig(tmp_path)
     assert [served(again, prompt(17, seed)) for seed in range(3)] == [16] * 3
     again.crash()
+
+
+def test_tier_11_a_disk_that_hangs_holds_up_neither_the_engine_nor_the_table_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = KeptRig(tmp_path, extra={"transfer_timeout_s": 0.2})
+    write, hangs, awake = KeptTable._write, [True], threading.Event()
+
+    def slow(self: KeptTable, data: bytes, offset: int) -> None:
+        if hangs:
+            hangs.clear()
+            awake.wait(10.0)
+        write(self, data, offset)
+
+    monkeypatch.setattr(KeptTable, "_write", slow)
+    began = time.monotonic()
+    rig.generate(prompt(17), max_tokens=1)
+    assert time.monotonic() - began < 2.0, "the steps do not wait for the table"
+    time.sleep(0.3)
+    rig.generate(prompt(17, 1), max_tokens=1)
+    rig.generate(prompt(17, 2), max_tokens=1)
+    rig.settle()
+    assert not hangs
+    rig.crash()
+    again = KeptRig(tmp_path)
+    assert [served(again, prompt(17, seed)) for seed in range(3)] == [16] * 3
+    again.crash()
+    awake.set()
 
 
 @pytest.mark.parametrize("error", [28, 30])

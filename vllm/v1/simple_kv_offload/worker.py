@@ -248,7 +248,7 @@ class SimpleCPUOffloadWorker:
             block_bytes,
             self._disk_buffer_slots,
             self._use_page_cache or block_bytes % DIRECT_IO_ALIGNMENT != 0,
-            kept_digest,
+            kept_digest=kept_digest,
         )
         return backend
 

@@ -73,6 +73,7 @@ class DiskBackend(CopyBackend):
         total_block_bytes: int,
         num_buffer_slots: int = 2,
         use_page_cache: bool = False,
+        *,
         kept_digest: bytes | None = None,
     ) -> None:
         """Create the file and start both directions; each thread has ``num_buffer_slots`` staging slots or more.

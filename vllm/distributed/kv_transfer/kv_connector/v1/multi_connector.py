@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_records import (
+    MultiKVConnectorHandshakeMetadata,
     MultiKVConnectorMetadata,
     MultiKVConnectorPromMetrics,
     MultiKVConnectorStats,
@@ -115,7 +116,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             child.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return _first(child.get_handshake_metadata() for child in self._connectors)
+        parts = tuple(child.get_handshake_metadata() for child in self._connectors)
+        return None if all(part is None for part in parts) else MultiKVConnectorHandshakeMetadata(parts)
 
     def reset_capture_state(self) -> None:
         for child in self._connectors:
@@ -353,14 +355,16 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return counts.pop() if counts else None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        for child in self._connectors:
-            child.set_xfer_handshake_metadata(metadata)
+        for index, child in enumerate(self._connectors):
+            child.set_xfer_handshake_metadata(_parts_for(metadata, index))
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[int, dict[int, KVConnectorHandshakeMetadata]]
     ) -> None:
-        for child in self._connectors:
-            child.set_xfer_handshake_metadata_pp_aware(metadata)
+        for index, child in enumerate(self._connectors):
+            child.set_xfer_handshake_metadata_pp_aware(
+                {stage: _parts_for(entries, index) for stage, entries in metadata.items()}
+            )
 
     # -- both ---------------------------------------------------------------------------------
 
@@ -461,6 +465,17 @@ def child_classes(kv_transfer_config: KVTransferConfig) -> list[tuple[ConnectorC
         (KVConnectorFactory.get_connector_class(child), child)
         for child in child_transfer_configs(kv_transfer_config)
     ]
+
+
+def _parts_for(
+    metadata: dict[int, KVConnectorHandshakeMetadata], index: int
+) -> dict[int, KVConnectorHandshakeMetadata]:
+    """By rank, what the worker half of this child said; what is of no child in particular is for all."""
+    parts = {
+        rank: entry.metadata[index] if isinstance(entry, MultiKVConnectorHandshakeMetadata) else entry
+        for rank, entry in metadata.items()
+    }
+    return {rank: part for rank, part in parts.items() if part is not None}
 
 
 def _first(values: Iterable[_Value | None]) -> _Value | None:

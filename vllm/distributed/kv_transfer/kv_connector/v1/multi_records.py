@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_event_types import AllBlocksCleared, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import KVConnectorPromMetrics
 from vllm.v1.kv_connector_types import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorStats,
     KVConnectorWorkerMetadata,
@@ -26,6 +27,13 @@ class MultiKVConnectorMetadata(KVConnectorMetadata):
 
     metadata: tuple[KVConnectorMetadata, ...]
     extra_async_saves: dict[str, int] | None = None
+
+
+@dataclass
+class MultiKVConnectorHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """``metadata[i]`` is from the worker half of child i, for its scheduler half."""
+
+    metadata: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 @dataclass
