@@ -65,6 +65,7 @@ def check_all(run: Run) -> None:
         check_references(pool, leased(pool.pool))
     check_writers(run)
     check_staged(run)
+    check_loads(run)
     check_promises(run)
     check_events(run, [device, *lower])
     check_tier_contents(run, lower)
@@ -172,6 +173,15 @@ def check_staged(run: Run) -> None:
         for block in transfer.device_blocks:
             if block.ref_cnt <= 0:
                 raise SimFailure("I3", f"{what}: block {block.block_id} is read but not held")
+
+
+def check_loads(run: Run) -> None:
+    """I3: what a load reads and writes is held until it has ended."""
+    for side in [offload.load_side for offload in run.offloads]:
+        for load in (*side.loads.values(), *side.abandoned.values()):
+            for block in (*load.transfer.tier_blocks, *load.transfer.device_blocks):
+                if block.ref_cnt <= 0:
+                    raise SimFailure("I3", f"{load.transfer.owner}: block {block.block_id} is not held")
 
 
 def check_promises(run: Run) -> None:
