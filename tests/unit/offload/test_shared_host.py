@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.shared_engines import MiniEngine, StepClock, key_of, shape
+from tests.sim.params import draw_params
+from tests.sim.run import Run
 from vllm.v1.simple_kv_offload.copy_backends import shared_host
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import (
     hold_segment,
@@ -18,6 +20,7 @@ from vllm.v1.simple_kv_offload.copy_backends.shared_host import (
 )
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
 from vllm.v1.simple_kv_offload.host_buffer import HostBuffer
+from vllm.v1.simple_kv_offload.metrics import MetricName
 from vllm.v1.simple_kv_offload.options import parse_options
 
 ROWS = {"a": 96, "b": 160}
@@ -128,3 +131,25 @@ def test_settings_that_do_not_go_together_are_named(
 def test_memory_of_ones_own_is_the_default() -> None:
     assert parse_options({}, 1).shared_pool is None
     assert parse_options({"shared_pool": "node-0_a.b"}, 1).shared_pool == "node-0_a.b"
+
+
+def test_the_figures_say_whether_the_pool_is_used() -> None:
+    seed = next(seed for seed in range(100) if draw_params(seed).shared)
+    run = Run(draw_params(seed))
+    manager = run.offload
+    assert manager is not None
+    assert manager.tier.shared is not None
+
+    def active() -> object:
+        stats = manager.get_stats()
+        assert stats is not None
+        return stats.data["data"][MetricName.SHARED_POOL_ACTIVE]
+
+    assert active() == {(): 1}
+    table = manager.tier.shared._table
+    assert isinstance(table, SharedSegment)
+    table._patience_s = -1.0
+    with run.other_engine().pool, manager.tier.turn:
+        assert active() == {(): 0}
+    assert not manager.reset(), "the other engines cannot be told"
+    run.close()

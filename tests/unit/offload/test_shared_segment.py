@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.shared_engines import Killed, MiniEngine, hammer, key_of, shape
+from vllm.utils.clock import MonotonicClock
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.simple_kv_offload.copy_backends import shared_segment
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import remove_stale_segments, segment_path
@@ -161,6 +162,30 @@ def test_an_engine_that_cannot_lock_the_pool_goes_on_without_it(
     assert not engine.read(key_of(1)), "off for good"
     assert stopped.read(key_of(1))
     assert "could not be locked" in caplog.text
+
+
+def test_a_process_stopped_in_its_turn_costs_the_others_a_bounded_wait(path: Path) -> None:
+    def stop_in_turn() -> None:
+        engine = MiniEngine(path, shape())
+        with engine.pool as pool:
+            pool.get_new_blocks(1)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    engine = MiniEngine(path, shape(), MonotonicClock())
+    engine.segment._patience_s = 0.3
+    process = FORK.Process(target=stop_in_turn)
+    process.start()
+    assert process.pid is not None
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    started = time.monotonic()
+    assert not engine.stage(key_of(1))
+    assert engine.pool.is_off
+    assert time.monotonic() - started < 5.0
+    process.kill()
+    process.join()
+    heir = MiniEngine(path, shape())
+    assert heir.view() == ({}, set())
+    assert heir.stage(key_of(1))
 
 
 def test_another_shape_is_refused_while_the_file_is_in_use_and_made_anew_after(path: Path) -> None:

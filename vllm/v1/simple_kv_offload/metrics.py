@@ -36,6 +36,7 @@ class MetricName:
     DISK_EVICTED_BLOCKS = "vllm:simple_kv_offload_disk_evicted_blocks_total"
     DISK_FAULTS = "vllm:simple_kv_offload_disk_faults_total"
     DISK_ACTIVE = "vllm:simple_kv_offload_disk_active"
+    SHARED_POOL_ACTIVE = "vllm:simple_kv_offload_shared_pool_active"
     TIER_HIT_TOKENS = "vllm:simple_kv_offload_tier_hit_tokens_total"
     TIER_BYTES = "vllm:simple_kv_offload_tier_bytes_total"
     TIER_WAITS = "vllm:simple_kv_offload_tier_waits_total"
@@ -66,7 +67,12 @@ INFO_LABELS = ["backend", "page_cache", "lazy_offload", "capacity_blocks"]
 _DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
     (MetricName.SAVE_OUTCOMES, "Counter", ["outcome"], "State hand-offs by what became of them."),
     (MetricName.LOAD_BLOCKS, "Counter", [], "Blocks loaded into device memory."),
-    (MetricName.USED_BLOCKS, "Gauge", [], "Slots held by transfers and promises, and the null slot."),
+    (
+        MetricName.USED_BLOCKS,
+        "Gauge",
+        [],
+        "Slots held by transfers and promises, of all engines of a shared pool, and the null slot.",
+    ),
     (MetricName.PENDING_STORE_BLOCKS, "Gauge", [], "Blocks whose store is planned or under way."),
     (MetricName.INFO, "Gauge", INFO_LABELS, "Always 1; the labels describe the tier."),
     (MetricName.LOOKUP_TOKENS, "Counter", [], "Tokens looked up behind the device's prefix."),
@@ -95,6 +101,12 @@ _DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
         "Gauge",
         [],
         "1 while blocks are written to the disk tier, 0 once it is switched off.",
+    ),
+    (
+        MetricName.SHARED_POOL_ACTIVE,
+        "Gauge",
+        [],
+        "1 while the pool shared with other engines is used, 0 once this engine goes on without it.",
     ),
     (
         MetricName.TIER_HIT_TOKENS,

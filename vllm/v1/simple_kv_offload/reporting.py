@@ -80,6 +80,8 @@ class StatsReporter:
         stats.set_gauge(MetricName.PENDING_STORE_BLOCKS, stores.num_pending_blocks)
         stats.set_gauge(MetricName.CACHED_ENTRIES, len(tier.pool.cached_block_hash_to_block))
         stats.set_gauge(MetricName.INFO, 1, self.info_labelvalues)
+        if tier.shared is not None:
+            stats.set_gauge(MetricName.SHARED_POOL_ACTIVE, int(not tier.shared.is_off))
         return stats
 
     def report_speed(self, stats: SimpleCPUOffloadStats, speed: SpeedCheck) -> None:
