@@ -38,3 +38,20 @@ def test_reference_ops_take_over_with_a_notice(content: bytes | None, notice: st
     assert done.returncode == 0, output
     assert notice in output
     assert "the slower torch reference ops are used" in output
+
+
+def test_a_native_core_of_other_sources_is_left_aside_with_a_notice() -> None:
+    script = (
+        "import sys, types; sys.modules['vllm._kv_core'] = types.ModuleType('vllm._kv_core')\n"
+        "from vllm.v1.core.block_pool import BlockPool\n"
+        "from vllm.utils.native_core import native_core\n"
+        "assert native_core is None\n"
+        "assert len(BlockPool(4, True, 16).get_new_blocks(3)) == 3\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "was built from other sources" in output
+    assert "look_ahead" in output

@@ -33,16 +33,28 @@ class NativeCore(Protocol):
     def select_portable_sha256(self, portable: bool, /) -> None: ...
 
 
+_OFFERS = {name for name in {**vars(NativeCore), **NativeCore.__annotations__} if not name.startswith("_")}
+
+
 def load_native_core() -> NativeCore | None:
     """The module, or None with a notice of why not."""
     if envs.VLLM_NO_NATIVE:
         logger.info_once("VLLM_NO_NATIVE is set: the KV core runs in Python")
         return None
     try:
-        return cast(NativeCore, importlib.import_module("vllm._kv_core"))
+        module = importlib.import_module("vllm._kv_core")
     except ImportError as error:
         logger.warning_once("The native KV core is not built (%s); the slower Python one is used", error)
         return None
+    lacking = sorted(name for name in _OFFERS if not hasattr(module, name))
+    if lacking:
+        logger.warning_once(
+            "The native KV core was built from other sources (it lacks %s); the slower Python one is used. "
+            "`make setup` builds it again",
+            ", ".join(lacking),
+        )
+        return None
+    return cast(NativeCore, module)
 
 
 native_core = load_native_core()
