@@ -59,6 +59,15 @@ def test_what_one_stores_the_other_finds_and_does_not_store_again(path: Path) ->
     assert not b.stage(key_of(1))
 
 
+def test_dropping_nothing_from_a_slot_leaves_what_a_peer_has_announced(path: Path) -> None:
+    a, b = MiniEngine(path, shape()), MiniEngine(path, shape())
+    assert a.stage(key_of(1))
+    b.evict(a.stores[0][0].blocks[0].block_id)
+    assert not b.stage(key_of(1))
+    a.finish(0)
+    assert b.read(key_of(1))
+
+
 def test_a_slot_that_another_engine_holds_is_never_taken(path: Path) -> None:
     a, b = MiniEngine(path, shape(3)), MiniEngine(path, shape(3))
     for number in (1, 2):

@@ -364,6 +364,8 @@ class SharedPool(BlockPool):
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         self._require_turn()
+        if block.block_hash is None:  # it may be what another engine is storing
+            return False
         self._dirty[block.block_id] = True
         return self._forget_keys(block)
 
