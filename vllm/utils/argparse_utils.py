@@ -39,12 +39,25 @@ def normal_flag(arg: str) -> str:
     return arg[:name_end].replace("_", "-") + arg[name_end:]
 
 
+class _HelpFormatter(argparse.RawTextHelpFormatter):
+    """Help with the default of each flag that has one of its own (None: the text says where the value comes from)."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        default = action.default
+        silent = default is None or default == argparse.SUPPRESS or default in ("", [], {})
+        if not text or silent or "not supported" in text.lower() or not action.option_strings:
+            return text
+        shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
+        return f"{text} (default: {shown.replace('%', '%%')})"
+
+
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """See the module's docstring. Flags are declared with dashes; abbreviations are not accepted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
-        kwargs.setdefault("formatter_class", argparse.RawTextHelpFormatter)
+        kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **kwargs)
 
     def parse_known_args(  # type: ignore[override]

@@ -86,8 +86,16 @@ async def test_routes_of_missing_features_say_so(app, path):
     assert PATHS[path] in error["message"]
 
 
-async def test_development_routes_need_dev_mode(app):
-    assert (await app.client.post("/reset_prefix_cache")).status_code == 404
+@pytest.mark.parametrize(("method", "path"), [("POST", "/reset_prefix_cache"), ("GET", "/cache")])
+async def test_development_routes_need_dev_mode_and_say_so(app, method, path):
+    reply = await app.client.request(method, path)
+    assert reply.status_code == 404
+    assert "VLLM_SERVER_DEV_MODE=1" in reply.json()["error"]["message"]
+
+
+async def test_an_unknown_route_is_just_not_found(app):
+    reply = await app.client.get("/cash")
+    assert (reply.status_code, reply.json()["error"]["message"]) == (404, "Not Found")
 
 
 async def test_docs_can_be_turned_off(app, tmp_path):

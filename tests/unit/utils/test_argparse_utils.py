@@ -177,3 +177,26 @@ def test_a_parser_with_sub_commands_leaves_flags_to_them():
     sub = main.add_subparsers(dest="command", parser_class=FlexibleArgumentParser).add_parser("go")
     sub.add_argument("--kv-config", "-kc", type=json.loads)
     assert main.parse_args(["go", "-kc.a", "1"]).kv_config == {"a": 1}
+
+
+def test_help_shows_the_defaults_that_a_flag_has_of_its_own(capsys):
+    made = FlexibleArgumentParser(prog="tool")
+    made.add_argument("model_tag", nargs="?", default="m", help="The model.")
+    made.add_argument("--share", type=float, default=0.25, help="A share.")
+    made.add_argument("--eager", action="store_true", help="No graphs.")
+    made.add_argument("--cache", action="store_true", default=True, help="Cache.")
+    made.add_argument("--length", type=int, help="A length.")
+    made.add_argument("--names", nargs="+", default=[], help="Names.")
+    made.add_argument("--grpc", action="store_true", help="Not supported.")
+    made.add_argument("--template", default="50%", help="A template.")
+    with pytest.raises(SystemExit):
+        made.parse_args(["--help"])
+    shown = capsys.readouterr().out
+    for text in (
+        "A share. (default: 0.25)",
+        "No graphs. (default: off)",
+        "Cache. (default: on)",
+        "A template. (default: 50%)",
+    ):
+        assert text in shown
+    assert shown.count("default:") == 4

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
@@ -62,6 +62,7 @@ logger = init_logger(__name__)
 HEALTH_INTERVAL_S = 0.5
 # For the replies of requests that were ended by a shutdown to reach their clients.
 LAST_REPLIES_S = 2
+_DEVELOPMENT_ROUTERS: Final = [dev_routes.router, cache_routes.page_router]
 
 
 # --- the app ----------------------------------------------------------------------------------------------------
@@ -82,6 +83,8 @@ def build_app(args: argparse.Namespace, engine_client: Any) -> FastAPI:
     routers = _routers(args)
     for router in routers:
         app.include_router(router)
+    hidden = [] if envs.VLLM_SERVER_DEV_MODE else _DEVELOPMENT_ROUTERS
+    app.state.development_paths = frozenset(path for router in hidden for path in _paths(router))
     app.add_exception_handler(RequestValidationError, validation_exception_handler)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, http_exception_handler)  # type: ignore[arg-type]
     for kind in (VLLMError, EngineDeadError, Exception):
@@ -99,7 +102,7 @@ def _routers(args: argparse.Namespace) -> list[APIRouter]:
         logger.warning(
             "Development routes are served (VLLM_SERVER_DEV_MODE=1): never expose this server to others"
         )
-        routers += [dev_routes.router, cache_routes.page_router]
+        routers += _DEVELOPMENT_ROUTERS
     return [*routers, unsupported_routes.router]
 
 

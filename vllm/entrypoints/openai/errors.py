@@ -167,7 +167,14 @@ async def validation_exception_handler(request: Request, exc: RequestValidationE
 
 
 async def http_exception_handler(request: Request, exc: HTTPException) -> JSONResponse:
-    """FastAPI handler: no such route or method, or a refusal by the framework."""
+    """FastAPI handler: no such route or method, or a refusal by the framework.
+
+    `app.state.development_paths` are those that exist only in development mode, and not now.
+    """
+    path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+    if exc.status_code == 404 and path in request.app.state.development_paths:
+        text = f"{path} is a development route: start the server with VLLM_SERVER_DEV_MODE=1"
+        return error_reply(HTTPException(404, text))
     return error_reply(exc)
 
 
