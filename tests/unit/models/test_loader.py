@@ -105,6 +105,10 @@ def rewrite(folder: Path, change: Any) -> None:
             lambda w: w.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.zeros(1)}),
             "weight_scale_inv' .* has no place",
         ),
+        (
+            lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+            r"weight 'model\.norm\.weight' has type torch\.int8",
+        ),
     ],
 )
 def test_wrong_weights_are_named(change: Any, message: str, tmp_path: Path) -> None:
@@ -147,6 +151,14 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         get_model(engine_config(folder, config_of(folder)))
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="has no safetensors weights"):
+        get_model(engine_config(folder, config_of(folder)))
+
+
+@pytest.mark.parametrize("text", ["nope", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}'])
+def test_a_broken_index_is_named(text: str, tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index\.json is no index of safetensors files"):
         get_model(engine_config(folder, config_of(folder)))
 
 

@@ -141,3 +141,8 @@ def test_extra_divisors_stretch_frequencies() -> None:
 def test_bad_settings_are_refused_by_name(scaling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RotaryEmbedding(RopeParams.from_config(config_of(scaling), HEAD_DIM))
+
+
+def test_a_config_without_a_length_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="lacks max_position_embeddings"):
+        RopeParams.from_config({"rope_theta": 10000.0}, HEAD_DIM)

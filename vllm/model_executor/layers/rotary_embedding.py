@@ -44,6 +44,8 @@ class RopeParams:
 
         `ValueError` for an unknown kind or a missing value, naming it.
         """
+        if not config.get("max_position_embeddings"):
+            raise ValueError("config.json lacks max_position_embeddings")
         options = dict(config.get("rope_scaling") or {})
         options.update(config.get("rope_parameters") or {})
         kind = options.get("rope_type") or options.get("type") or "default"

@@ -29,9 +29,8 @@ def find_safetensors(source: ModelSource) -> list[Path]:
     """
     index = find_model_file(source, _INDEX)
     if index is not None:
-        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
         files = []
-        for name in sorted(set(weight_map.values())):
+        for name in _names_in(index):
             path = find_model_file(source, name)
             if path is None:
                 raise ValueError(f"Model {source.model!r}: {_INDEX} names {name}, which does not exist")
@@ -45,6 +44,16 @@ def find_safetensors(source: ModelSource) -> list[Path]:
     if not files:
         raise ValueError(f"Model {source.model!r} has no safetensors weights")
     return files
+
+
+def _names_in(index: Path) -> list[str]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if all(isinstance(name, str) for name in names):
+            return sorted(names)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+    raise ValueError(f"{index} is no index of safetensors files: weight_map must map names to names")
 
 
 def iter_safetensors(files: list[Path], show_progress: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -124,7 +124,7 @@ class NativeModel(nn.Module, ABC):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copies tensors into their slots; returns the slot names filled.
 
-        `ValueError` for a name the model has no place for and for a wrong shape.
+        `ValueError` for a name the model has no place for, a wrong shape, and integers (quantised weights).
         """
         slots = dict(self.weight_slots())
         loaded: set[str] = set()
@@ -140,6 +140,10 @@ class NativeModel(nn.Module, ABC):
             if slot.shape != tensor.shape:
                 raise ValueError(
                     f"weight {name!r} has shape {tuple(tensor.shape)}, {type(self).__name__} needs {tuple(slot.shape)}"
+                )
+            if slot.is_floating_point() and not tensor.is_floating_point():
+                raise ValueError(
+                    f"weight {name!r} has type {tensor.dtype}; {type(self).__name__} needs plain weights"
                 )
             slot.copy_(tensor)
             loaded.add(slot_name)
