@@ -39,7 +39,10 @@ class KVCacheTensor:
 
 @dataclass
 class KVCacheGroupSpec:
-    """Layers that share one block table."""
+    """Layers that share one block table.
+
+    `bytes_per_block` is set where `kv_cache_spec` stands for layers of different page sizes and so cannot tell it.
+    """
 
     layer_names: list[str]
     kv_cache_spec: KVCacheSpec
@@ -47,6 +50,7 @@ class KVCacheGroupSpec:
     host_resident: bool = False
     enable_kv_transfer: bool = True
     role: KVCacheGroupRole = KVCacheGroupRole.DEFAULT
+    bytes_per_block: int | None = field(default=None, init=False, repr=False, compare=False)
 
 
 @dataclass

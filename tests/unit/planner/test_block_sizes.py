@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_sizes import (
     resolve_kv_cache_block_sizes,
     smallest_cacheable_block_size,
 )
+from vllm.v1.core.kv_cache_view import describe_groups, device_block_bytes
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -131,3 +132,13 @@ def test_the_scheduler_sees_one_member_of_a_uniform_group() -> None:
     assert first.kv_cache_groups[0].kv_cache_spec is uniform
     with pytest.raises(AssertionError):
         generate_scheduler_kv_cache_config([first, KVCacheConfig(9, [], first.kv_cache_groups)])
+
+
+@pytest.mark.parametrize("heads", [(1, 3), (3, 1)])
+def test_a_block_is_as_large_for_the_scheduler_as_for_the_rank(heads: tuple[int, int]) -> None:
+    uniform = UniformTypeKVCacheSpecs.from_specs({"a": full(heads=heads[0]), "b": full(heads=heads[1])})
+    first = KVCacheConfig(10, [], [KVCacheGroupSpec(["a", "b"], uniform)])
+    seen = generate_scheduler_kv_cache_config([first])
+    page = full(heads=1).page_size_bytes
+    assert device_block_bytes(first, 1) == device_block_bytes(seen, 1) == 4 * page
+    assert describe_groups(seen, 1)[0].block_bytes == 4 * page

@@ -205,6 +205,7 @@ def generate_scheduler_kv_cache_config(kv_cache_configs: Sequence[KVCacheConfig]
     scheduler_config = copy.deepcopy(first)
     for group in scheduler_config.kv_cache_groups:
         if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+            group.bytes_per_block = group.kv_cache_spec.page_size_bytes
             group.kv_cache_spec = group.kv_cache_spec.first_spec
     return scheduler_config
 

@@ -22,6 +22,8 @@ USE_SCRATCH = "scratch"
 
 def group_bytes_per_block(group: KVCacheGroupSpec) -> int:
     """Bytes that one block of this group occupies over all its layers, on one rank."""
+    if group.bytes_per_block is not None:
+        return group.bytes_per_block
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return sum(spec.kv_cache_specs[name].page_size_bytes for name in group.layer_names)
