@@ -172,6 +172,9 @@ def _check_seed(seed: object) -> None:
 def check_tokens_and_texts(params: CheckedParams) -> None:
     """Lists of token ids and texts are well formed."""
     stop = params.stop or []
+    for name, texts in (("stop", stop), ("bad_words", params.bad_words or [])):
+        if not isinstance(texts, list | tuple):
+            raise _refuse(name, texts, "must be a list of strings")
     if any(not isinstance(text, str) or not text for text in stop):
         raise _refuse("stop", stop, "must hold non-empty strings")
     if stop and not params.detokenize:

@@ -149,6 +149,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._normalise()
         checks.check_numbers(self)
         checks.check_tokens_and_texts(self)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise VLLMValidationError(
+                "structured_outputs must be StructuredOutputsParams", parameter="structured_outputs"
+            )
         if self.stop and not self.include_stop_str_in_output:
             self.output_text_buffer_length = max(map(len, self.stop)) - 1
         if self.temperature < SAMPLING_EPS:

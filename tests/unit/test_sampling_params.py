@@ -273,3 +273,12 @@ def test_beam_search_params():
         1.0,
         0.0,
     )
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"stop": 5}, {"stop": {"a": 1}}, {"bad_words": "x"}, {"structured_outputs": {"regex": "a"}}]
+)
+def test_fields_of_wrong_types_are_named(wrong):
+    with pytest.raises(VLLMValidationError) as raised:
+        SamplingParams(**wrong)
+    assert raised.value.parameter == next(iter(wrong))

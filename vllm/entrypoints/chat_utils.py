@@ -66,6 +66,8 @@ def parse_messages(messages: Sequence[Message], content_format: ContentFormat) -
 
 
 def _parse_message(message: Message, index: int, content_format: ContentFormat) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _refuse(index, "must be a mapping")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _refuse(index, "role must be a non-empty string")

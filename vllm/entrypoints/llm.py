@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -17,7 +17,7 @@ from vllm.entrypoints.chat_utils import (
     render_chat,
     resolve_template,
 )
-from vllm.exceptions import VLLMNotImplementedError
+from vllm.exceptions import VLLMNotImplementedError, VLLMValidationError
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
@@ -90,6 +90,7 @@ class LLM:
         self.model_config = model_config
         self._ids = itertools.count()
         self._order: list[str] = []
+        self._is_shut_down = False
 
     # --- generation ---------------------------------------------------------------------------------------------
 
@@ -130,6 +131,8 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts without waiting; the ids of their requests. `wait_for_completion` gives the answers."""
+        if self._is_shut_down:
+            raise RuntimeError("this LLM was shut down")
         if mm_processor_kwargs:
             raise VLLMNotImplementedError("mm_processor_kwargs: this engine takes text only")
         items = _prompt_list(prompts)
@@ -157,6 +160,8 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None,
     ) -> str:
         request_id = str(next(self._ids))
+        _check_type("sampling_params", params, SamplingParams)
+        _check_type("lora_request", lora_request, LoRARequest | None)
         params = params.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
         self.llm_engine.add_request(
@@ -233,6 +238,7 @@ class LLM:
         self, messages: Conversation | Sequence[Conversation], chat_template: str | None, options: ChatOptions
     ) -> list[PromptType]:
         tokenizer = self.get_tokenizer()
+        _check_type("messages", messages, Sequence)
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         given = load_chat_template(chat_template) or self.chat_template
         template = resolve_template(tokenizer, given, options.tools)
@@ -337,6 +343,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """End the engine. Idempotent; happens by itself when the process ends."""
+        self._is_shut_down = True
         self.llm_engine.shutdown()
 
     def __enter__(self) -> LLM:
@@ -350,8 +357,15 @@ def _prompt_list(prompts: PromptOrPrompts) -> list[Any]:
     """One prompt as a list of one; token ids are one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    _check_type("prompts", prompts, Iterable)
     items = list(prompts)
     return [items] if items and isinstance(items[0], int) else items
+
+
+def _check_type(name: str, value: object, kinds: Any) -> None:
+    if not isinstance(value, kinds):
+        wanted = getattr(kinds, "__name__", str(kinds))
+        raise VLLMValidationError(f"{name} must be {wanted}, got {type(value).__name__}", parameter=name)
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

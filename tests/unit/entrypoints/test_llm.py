@@ -200,3 +200,43 @@ def test_length_penalty():
     beam = BeamSearchSequence([9, 1, 2, 3], cum_logprob=-6.0)
     assert beam_score(beam, 1, 1.0) == -2.0
     assert beam_score(beam, 1, 0.0) == -6.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": None}, "prompts must be Iterable, got NoneType"),
+        ({"prompts": 5}, "prompts must be Iterable, got int"),
+        ({"sampling_params": {"max_tokens": 1}}, "sampling_params must be SamplingParams, got dict"),
+        ({"sampling_params": ["greedy"]}, "sampling_params must be SamplingParams, got str"),
+        ({"lora_request": object()}, "lora_request must be .*, got object"),
+    ],
+)
+def test_arguments_of_wrong_types_are_named(llm, options, message):
+    with pytest.raises(VLLMValidationError, match=message):
+        llm.generate(**{"prompts": "a", "sampling_params": GREEDY, "use_tqdm": False, **options})
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", ["hi"], [{"role": "user", "content": "x"}, "hi"]])
+def test_conversations_of_wrong_types_are_named(llm, messages):
+    with pytest.raises(VLLMValidationError, match="messages"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_memory_taken_back_in_parts_serves_as_before(llm):
+    before = texts(llm.generate("hello", GREEDY, use_tqdm=False))
+    llm.sleep(1)
+    llm.wake_up(["weights"])
+    llm.wake_up(["kv_cache"])
+    assert texts(llm.generate("hello", GREEDY, use_tqdm=False)) == before
+
+
+def test_after_the_end_nothing_is_generated(monkeypatch, capfd):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    made = LLM.from_engine_args(engine_args())
+    made.shutdown()
+    with pytest.raises(RuntimeError, match="was shut down"):
+        made.generate("a", GREEDY, use_tqdm=False)
+    made.shutdown()
+    assert "Traceback" not in "".join(capfd.readouterr())
