@@ -79,7 +79,11 @@ def _find_in_repository(source: ModelSource, name: str) -> Path | None:
         ) from error
     except EntryNotFoundError:
         return None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except HFValidationError as error:
+        raise ValueError(
+            f"Model {source.model!r} is neither a local folder nor the name of a repository"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
         raise ValueError(
             f"Model {source.model!r} is neither a local folder nor a reachable repository: {error}"
         ) from error

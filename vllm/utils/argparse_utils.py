@@ -7,6 +7,7 @@ On top of argparse: `_` and `-` are the same in flag names, JSON flags may be wr
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -70,6 +71,24 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self._answer_help_search(prepared)
         prepared = self._splice_config_file(prepared)
         return super().parse_known_args(prepared, namespace)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse does; an unknown flag is answered with the nearest known one."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._nearest_flag(unknown)}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """End with the message alone: the usage of a hundred flags would push it off the screen."""
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists the flags.\n")
+
+    def _nearest_flag(self, unknown: Iterable[str]) -> str:
+        for arg in unknown:
+            near = difflib.get_close_matches(arg.partition("=")[0], self._option_string_actions, n=1)
+            if arg.startswith("--") and near:
+                return f" (did you mean {near[0]}?)"
+        return ""
 
     # --- YAML ---------------------------------------------------------------------------------------------------
 

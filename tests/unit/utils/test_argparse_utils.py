@@ -200,3 +200,16 @@ def test_help_shows_the_defaults_that_a_flag_has_of_its_own(capsys):
     ):
         assert text in shown
     assert shown.count("default:") == 4
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [("--max-token=3", "(did you mean --max-tokens?)"), ("--zzz", "unrecognized arguments: --zzz\n")],
+)
+def test_an_unknown_flag_is_answered_in_two_lines(parser, capsys, flag, said):
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args([flag])
+    shown = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert said in shown
+    assert shown.count("\n") == 2

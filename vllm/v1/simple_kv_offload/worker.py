@@ -181,6 +181,10 @@ class SimpleCPUOffloadWorker:
             block_bytes,
             self.num_cpu_blocks * block_bytes / 1024**3,
         )
+        if self.num_cpu_blocks < 2:
+            logger.warning(
+                "KV offload: one block is reserved, so a pool of one keeps nothing; make it larger"
+            )
 
     def _start_host(self, streams: Streams) -> None:
         assert self.device is not None
