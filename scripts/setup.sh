@@ -47,14 +47,36 @@ if [ ! -x "$venv/bin/python" ]; then
   fi
 fi
 
+# Seconds passed, every ten of them, until the process with the id $1 is gone. For steps that say nothing themselves.
+clock() {
+  local seconds=0 nap
+  trap 'kill "$nap"; exit 0' TERM
+  while sleep 10 & nap=$!; wait "$nap" && kill -0 "$1" 2>/dev/null; do
+    seconds=$((seconds + 10))
+    printf '  … %d s\n' "$seconds" >&2
+  done
+}
 # One short line per package, so that minutes of downloads show progress.
 get() {
+  local status=0 ticking
+  clock $$ 9>&- &
+  ticking=$!
   "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" |
-    sed -un -E 's/^Collecting ([^ ]+).*/  \1/p; s/^Installing collected packages:.*/  unpacking/p' >&2
+    sed -un -E 's/^Collecting ([^ ]+).*/  \1/p; s/^Installing collected packages:.*/  unpacking/p' >&2 || status=$?
+  kill "$ticking" 2>/dev/null || true
+  wait "$ticking" 2>/dev/null || true
+  return "$status"
 }
 say "installing the $platform requirements (a few minutes the first time)"
 # torch first and alone: the pin keeps pip from resolving anything else against another build of it.
-get "$(grep -h '^torch' "requirements/$platform.txt")"
+# PyPI's torch for Linux brings gigabytes of CUDA; the CPU build lies in an index of its own and, where that answers, wins.
+cpu_index=https://download.pytorch.org/whl/cpu
+index=()
+if [ "$platform" = cpu ] && "$venv/bin/python" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' \
+  "$cpu_index/torch/" >/dev/null 2>&1; then
+  index=(--extra-index-url "$cpu_index")
+fi
+get ${index[@]+"${index[@]}"} "$(grep -h '^torch' "requirements/$platform.txt")"
 get -r "requirements/$platform.txt" setuptools wheel
 if [ "$purpose" = test ]; then
   say "installing the test requirements"
@@ -88,8 +110,9 @@ if ! "$venv/bin/python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exis
 fi
 say "installing the package and building native ops"
 log=$(mktemp)
-if ! PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps --no-build-isolation -v -e . \
-  >"$log" 2>&1; then
+# CMake's own lines, Ninja's or make's, tell how far the compiler is.
+if ! PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps --no-build-isolation -v -e . 2>&1 |
+  tee "$log" | sed -un -E 's/^ *\[ *([0-9]+(%|\/[0-9]+))\] (Building|Linking).*/  \1 compiled/p' >&2; then
   cat "$log" >&2
   die "installing the package failed"
 fi
