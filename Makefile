@@ -17,12 +17,15 @@ COVERAGE_TESTS := tests/property tests/contract/test_connectors.py \
 .PHONY: help setup serve test lint tidy unit e2e sim coverage demo-offload bench clean
 
 help:
-	@echo "make serve [MODEL=path|tiny:glm5_next] [PORT=8000]  serve a model (default: SmolLM2-135M-Instruct)"
+	@echo "make serve [MODEL=path|tiny:glm5_next] [PORT=8000]  serve a model (default: SmolLM2-135M-Instruct); HOST=0.0.0.0 for all addresses,"
+	@echo "                                                    ARGS='--max-model-len 2048' for more flags, VLLM_SERVER_DEV_MODE=1 for the page /cache"
 	@echo "make test                                           style, types, all tests"
 	@echo "make demo-offload                                   the CPU-offload round trip as a table"
 	@echo "make lint tidy                                      the fast half of make test"
 	@echo "make sim [SEEDS=2000] [TICKS=300]                   the deterministic simulator"
 	@echo "make coverage                                       branch coverage of the brain (L2–L5), at least 95 %"
+	@echo "make setup                                          only what the others do first: .venv, requirements, native ops"
+	@echo "make clean                                          remove .venv and all that was built"
 	@echo "make bench                                          measurements as tables; of offload and serving also plots below benchmarks/results"
 
 setup:

@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from demo_model import MODEL_NAME, resolve_model
 
+from vllm import envs
+
 CPU_POOL_BYTES = 1 << 30
 EVENTS_PORT = 5557
 READY_POLL_S = 0.2
@@ -90,9 +92,17 @@ def announce(url: str, name: str, child: subprocess.Popen[bytes]) -> None:
         return
     body = json.dumps(example_body(name))
     print(
-        f"\nReady. Try:\n\n  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n",
+        f"\nReady. Try:\n\n  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"{cache_page_line(url)}\n",
         flush=True,
     )
+
+
+def cache_page_line(url: str) -> str:
+    """Where the live page of the cache is, or how to get it."""
+    if envs.VLLM_SERVER_DEV_MODE:
+        return f"The cache, live: {url}/cache"
+    return "A live page of the cache: VLLM_SERVER_DEV_MODE=1 make serve, then /cache"
 
 
 def main(argv: list[str] | None = None) -> int:
