@@ -235,17 +235,21 @@ class BlockRetention:
     def place_protected(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
         """Queue those whose content is protected, though they were to go first; the others are returned.
 
-        The latest one comes first in `blocks`, as after a copy, and is the last to go here as well.
+        They are the first of their level to go, in the order given: being copied changes no place.
         """
         levels = [
             RetentionLevel.NORMAL if block.block_hash is None else self.level_of(block.block_hash)
             for block in blocks
         ]
-        if not any(level.is_protected for level in levels):
-            return list(blocks)
-        pairs = list(zip(blocks, levels, strict=True))
-        self.place([block for block, level in pairs if level.is_protected])
-        return [block for block, level in pairs if not level.is_protected]
+        for level in (RetentionLevel.HIGH, RetentionLevel.PINNED):
+            those = [block for block, own in zip(blocks, levels, strict=True) if own is level]
+            if those:
+                self._insert_below(level, those, in_front=True)
+                places = self._places[level]
+                for block in reversed(those):
+                    places[block.block_id] = block
+                    places.move_to_end(block.block_id, last=False)
+        return [block for block, level in zip(blocks, levels, strict=True) if not level.is_protected]
 
     def leave(self, blocks: Sequence[KVCacheBlock]) -> None:
         """These blocks have left the queue, and get other places."""
@@ -266,10 +270,13 @@ class BlockRetention:
         if level is not RetentionLevel.NORMAL:
             self._places[level].update((block.block_id, block) for block in blocks)
 
-    def _insert_below(self, level: RetentionLevel, blocks: list[KVCacheBlock]) -> None:
-        """Before the first block of a higher level, else at the tail."""
+    def _insert_below(
+        self, level: RetentionLevel, blocks: list[KVCacheBlock], *, in_front: bool = False
+    ) -> None:
+        """Before the first block of a higher level (``in_front``: of its own one), else at the tail."""
         for higher in (RetentionLevel.HIGH, RetentionLevel.PINNED):
-            following = self._at_end_of(higher, first=True) if higher > level else None
+            is_behind = higher > level or (in_front and higher is level)
+            following = self._at_end_of(higher, first=True) if is_behind else None
             if following is not None:
                 before = following.prev_free_block
                 assert before is not None

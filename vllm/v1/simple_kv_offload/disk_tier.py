@@ -179,7 +179,7 @@ class DiskChain:
         self._speed = speed
         self._settings = settings
         self._leaving: set[BlockHashWithGroupId] = set()
-        self._stores = Stores(host.pool, disk, self._leaving, (), settings.hash_block_size)
+        self._stores = Stores(host.pool, disk, self._leaving, frozenset(), settings.hash_block_size)
         self._arriving: dict[int, tuple[Transfer, KVCacheBlock]] = {}
         self._waits: dict[str, _Wait] = {}
         self._failed_writes = 0
@@ -387,13 +387,15 @@ class DiskChain:
 
     def report_down(self, counts: Mapping[int, int], *, ok: bool) -> None:
         """Ranks reported moves to the disk. After some failures in a row the disk is not written to any more."""
-        older: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
+        older: dict[int, BlockHashWithGroupId] = {}
+        back: set[int] = set()
         for transfer, all_ok in self.down.report(counts, ok=ok):
-            older += self._older.pop(id(transfer), ())
+            older.update((block.block_id, key) for block, key in self._older.pop(id(transfer), ()))
+            back.update(block.block_id for block in transfer.device_blocks)
             if transfer.state is TransferState.SUBMITTED:
                 self._leaving.difference_update(staged.key for keys in transfer.keys for staged in keys)
             self._failed_writes = 0 if all_ok else self._failed_writes + 1
-        self._back_to_front(older)
+        self._behind_older(back, older)
         if self._failed_writes >= FAILED_WRITES_MAX and not self.writes_off:
             self.writes_off = True
             logger.error(
@@ -402,13 +404,29 @@ class DiskChain:
                 self._failed_writes,
             )
 
-    def _back_to_front(self, blocks: Iterable[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
-        """What came back from a copy must not be evicted before what needed none."""
-        idle = {
-            block.block_id: block for block, key in blocks if block.ref_cnt == 0 and block.block_hash == key
-        }
-        self.host.pool.touch(list(idle.values()))
-        self.host.pool.free_blocks_to_front(idle.values())
+    def _behind_older(self, back: set[int], older: Mapping[int, BlockHashWithGroupId]) -> None:
+        """What came back from a copy must not be evicted before what needed none.
+
+        It goes behind those that follow it now, and no other block gets another place: while nothing else happens,
+        the same contents stay the next victims, so that moves end even where the disk cannot hold many more.
+        """
+        order: list[KVCacheBlock] = []
+        late: list[KVCacheBlock] = []
+        has_changed = False
+        for block in islice(self.host.victims_after(0), DEPTH_MAX + len(back)) if back and older else ():
+            if block.block_id in back:
+                late.append(block)
+            elif late and block.block_hash is not None and older.get(block.block_id) == block.block_hash:
+                order.append(block)
+                has_changed = True
+            else:
+                order += late
+                late = []
+                order.append(block)
+        if has_changed:
+            order += late
+            self.host.pool.touch(order)
+            self.host.pool.free_blocks_to_front(order)
 
     def report_up(self, counts: Mapping[int, int], *, ok: bool) -> None:
         """Ranks reported moves from the disk. What could not be read is forgotten at once."""
