@@ -112,6 +112,26 @@ def test_a_full_disk_is_a_failed_store(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
+def test_a_failed_load_names_all_its_bad_slots_in_whatever_order_they_are_read(tmp_path: Path) -> None:
+    device = {"a": torch.ones(16, SLOT, dtype=torch.int8)}
+    backend = DiskBackend()
+    path = tmp_path / "kv"
+    backend.init(device, torch.device("cpu"), None, None, str(path), 16, SLOT, 1, True)
+    slots = list(range(0, 16, 2))  # no neighbours: a part for each
+    for bad in ({0, 4, 12}, {14}):
+        events: list[tuple[int, CopyResult]] = []
+        backend.launch_copy(slots, slots, True, 0, events)  # type: ignore[arg-type]
+        assert events[0][1].synchronize(5.0)
+        with path.open("r+b") as raw:
+            for slot in bad:
+                raw.seek(slot * SLOT)
+                raw.write(b"\x07")
+        backend.launch_copy(slots, slots, False, 1, events)  # type: ignore[arg-type]
+        assert events[1][1].synchronize(5.0)
+        assert events[1][1].bad_blocks == bad
+    backend.shutdown()
+
+
 def age(path: Path) -> None:
     old = time.time() - 3600
     os.utime(path, (old, old))

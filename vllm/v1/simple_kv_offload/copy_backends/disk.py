@@ -199,9 +199,13 @@ class _DiskMover:
         self._idle.clear()
         try:
             blocks, slots = _by_slot(job.dst_blocks, job.src_blocks)
-            self._gang().run([partial(self._read, job, blocks[a:b], slots[a]) for a, b in self._runs(slots)])
+            failed: list[CopyError] = []
+            runs = self._runs(slots)
+            self._gang().run([partial(self._read, job, blocks[a:b], slots[a], failed) for a, b in runs])
         finally:
             self._idle.set()
+        if failed:
+            raise _joined(failed)
         job.result.resolve()
 
     def close(self, timeout_s: float) -> None:
@@ -214,9 +218,16 @@ class _DiskMover:
         self._gather(blocks, buffer)
         self._file.write(first_slot, buffer)
 
-    def _read(self, job: CopyJob, blocks: Sequence[int], first_slot: int) -> None:
+    def _read(self, job: CopyJob, blocks: Sequence[int], first_slot: int, failed: list[CopyError]) -> None:
+        """One that fails does not stop the others: each bad slot that is not named now costs another failed load."""
+        if job.result.query():
+            return
         buffer = self._staging()[: len(blocks)]
-        self._file.read(first_slot, buffer)
+        try:
+            self._file.read(first_slot, buffer)
+        except CopyError as error:
+            failed.append(error)
+            return
         with job.result.guard:
             if not job.result.query():
                 self._scatter(buffer, blocks)
@@ -281,6 +292,13 @@ def _by_slot(blocks: Sequence[int], slots: Sequence[int]) -> tuple[Sequence[int]
     """The pairs in the order of their slots, so that neighbours go to the disk as one."""
     order = sorted(range(len(slots)), key=slots.__getitem__)
     return [blocks[i] for i in order], [slots[i] for i in order]
+
+
+def _joined(errors: Sequence[CopyError]) -> CopyError:
+    """One error that names what all of them name; the order in which threads met them does not matter."""
+    first = min(errors, key=lambda error: min(error.bad_blocks, default=0))
+    more = f" (and {len(errors) - 1} more parts)" if len(errors) > 1 else ""
+    return CopyError(f"{first}{more}", frozenset[int]().union(*(error.bad_blocks for error in errors)))
 
 
 def _on(stream: torch.cuda.Stream | None) -> torch.cuda.StreamContext:
