@@ -28,6 +28,7 @@ from vllm.entrypoints.openai import dev_routes, routes, token_routes, unsupporte
 from vllm.entrypoints.openai.bodies import body_bytes_default
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.descriptors import AcceptFailures, raise_descriptor_limit
 from vllm.entrypoints.openai.errors import (
     ErrorLog,
     exception_handler,
@@ -288,6 +289,7 @@ async def serve_app(args: argparse.Namespace, app: FastAPI, sock: socket.socket)
     if args.disable_access_log_for_endpoints:
         quiet = [path.strip() for path in args.disable_access_log_for_endpoints.split(",")]
         logging.getLogger("uvicorn.access").addFilter(_QuietPaths(quiet))
+    asyncio.get_running_loop().set_exception_handler(AcceptFailures())
     server = Server(config)
     tasks = [asyncio.create_task(_watch(server, engine, _address(args)))]
     _stop_on_signals(server, lambda: tasks.append(asyncio.create_task(_end_requests(engine))))
@@ -368,6 +370,7 @@ def run_server(args: argparse.Namespace) -> int:
     Raises ValueError or TypeError for flags that cannot work, before anything heavy starts.
     """
     prepare(args)
+    raise_descriptor_limit()
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     sock = bind_socket(args)
