@@ -202,8 +202,11 @@ def main() -> int:
         ]
         print(f"starting: vllm serve {model} {' '.join(flags)} --max-model-len {MAX_MODEL_LEN}", flush=True)
         with serve(model, *flags, "--max-model-len", str(MAX_MODEL_LEN)) as server:
+            print("ready; sending one prompt through both tiers", flush=True)
             rows = roundtrip(server)
+            print("comparing the log-probabilities of four prompts", flush=True)
             logprobs = logprob_rows(server, natural_prompts())
+            print("replaying the events", flush=True)
             index = rebuild(replay(again))
     print_tables(rows, logprobs)
     groups = {medium: sorted(map(str, index.groups(medium))) for medium in ("GPU", "CPU")}
