@@ -12,6 +12,7 @@ for, the marker carries the oldest sequence before its last frame: ``["", END_SE
 from __future__ import annotations
 
 import dataclasses
+import errno
 import socket
 import threading
 import time
@@ -302,6 +303,8 @@ def _open(sock: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
     if not bind:
         sock.connect(endpoint)
         return endpoint
+    if endpoint.startswith("ipc://"):
+        _refuse_taken_file(endpoint)
     if "[" in endpoint or "::" in endpoint:
         sock.setsockopt(zmq.IPV6, 1)
     if endpoint == "tcp://*:0":
@@ -315,6 +318,16 @@ def _open(sock: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
     if _tcp_port(endpoint) == 0:
         return _last_endpoint(sock)
     return endpoint
+
+
+def _refuse_taken_file(endpoint: str) -> None:
+    """``zmq.ZMQError`` if somebody listens there: binding would take the file away from under its subscribers."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(endpoint.removeprefix("ipc://"))
+        except (OSError, ValueError):
+            return
+    raise zmq.ZMQError(errno.EADDRINUSE, f"Address already in use (addr={endpoint!r})")
 
 
 def _last_endpoint(sock: zmq.Socket[bytes]) -> str:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -422,3 +423,20 @@ def test_the_null_publisher_is_silent() -> None:
     assert publisher.get_publisher_config() is None
     assert publisher.get_counters().batches_sent == 0
     publisher.shutdown()
+
+
+def test_a_socket_file_of_another_publisher_is_not_taken_away(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    first = ZmqEventPublisher(0, endpoint)
+    try:
+        with pytest.raises(zmq.ZMQError, match="already in use"):
+            ZmqEventPublisher(0, endpoint)
+    finally:
+        first.shutdown()
+    ZmqEventPublisher(0, endpoint).shutdown()
+
+
+def test_a_socket_file_that_was_left_behind_is_used_again(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(tmp_path / "events"))
+    ZmqEventPublisher(0, f"ipc://{tmp_path}/events").shutdown()

@@ -15,6 +15,7 @@ logger = init_logger(__name__)
 WANTED: Final = 65_535
 QUIET_S: Final = 10.0
 _ACCEPT_FAILED: Final = "socket.accept() out of system resource"
+_TRIES_AGAIN: Final = "_start_serving"
 
 
 def raise_descriptor_limit() -> None:
@@ -38,7 +39,10 @@ class AcceptFailures:
         self._quiet_until = 0.0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if context.get("message") != _ACCEPT_FAILED:
+        message = str(context.get("message"))
+        if _TRIES_AGAIN in message and isinstance(context.get("exception"), ValueError):
+            return  # the listening socket was closed meanwhile: the server ends
+        if message != _ACCEPT_FAILED:
             loop.default_exception_handler(context)
             return
         now = self._clock.monotonic()
