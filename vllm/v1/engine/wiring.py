@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -62,6 +63,8 @@ def build_engine(
     """
     clock = clock or MonotonicClock()
     started = clock.monotonic()
+    # A mistyped setting should not be told only after minutes of loading.
+    KVConnectorFactory.check_config(vllm_config)
     progress("loading the model")
     executor = executor_class(vllm_config)
     try:

@@ -175,13 +175,9 @@ class SimpleCPUOffloadWorker:
             self._start_disk(block_bytes, streams)
         else:
             self._start_host(streams)
-        logger.info(
-            "KV offload: %d blocks of %d bytes, %.2f GiB on this rank",
-            self.num_cpu_blocks,
-            block_bytes,
-            self.num_cpu_blocks * block_bytes / 1024**3,
-        )
-        if self.num_cpu_blocks < 2:
+        count, gib = self.num_cpu_blocks, self.num_cpu_blocks * block_bytes / 1024**3
+        logger.info("KV offload: %d blocks of %d bytes, %.2f GiB on this rank", count, block_bytes, gib)
+        if count < 2:
             logger.warning(
                 "KV offload: one block is reserved, so a pool of one keeps nothing; make it larger"
             )

@@ -74,6 +74,12 @@ class KVConnectorFactory:
         return connector_cls.supports_hma_config(kv_transfer_config)
 
     @classmethod
+    def check_config(cls, config: VllmConfig) -> None:
+        """Refuse a connector's wrong settings with ``ValueError``; nothing without a connector."""
+        if config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector is not None:
+            cls.get_connector_class(config.kv_transfer_config).check_config(config)
+
+    @classmethod
     def create_connector(
         cls, config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None
     ) -> KVConnectorBase_V1:

@@ -339,6 +339,11 @@ class KVConnectorBase_V1(SchedulerHalf, WorkerHalf, ABC):
         return supports_hma(cls)
 
     @classmethod
+    def check_config(cls, vllm_config: VllmConfig) -> None:
+        """Refuse with ``ValueError`` what is wrong with the connector's settings, before a model is loaded for it."""
+        return
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Whether the connector survives the caches being freed and restored."""
         return True

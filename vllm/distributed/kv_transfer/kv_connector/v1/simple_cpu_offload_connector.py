@@ -97,6 +97,13 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """The connector's own settings, checked."""
         return parse_options(extra, world_size)
 
+    @classmethod
+    def check_config(cls, vllm_config: VllmConfig) -> None:
+        transfer_config = vllm_config.kv_transfer_config
+        if transfer_config is not None:
+            extra = transfer_config.kv_connector_extra_config
+            cls._read_options(extra, vllm_config.parallel_config.world_size, None)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """Nobody depends on the copies."""
