@@ -321,13 +321,24 @@ def _open(sock: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
 
 
 def _refuse_taken_file(endpoint: str) -> None:
-    """``zmq.ZMQError`` if somebody listens there: binding would take the file away from under its subscribers."""
+    """``zmq.ZMQError`` if somebody listens there: binding would take the file away from under its subscribers.
+
+    One that has just been closed is waited for: it may send its last batches for `LINGER_MS`.
+    """
+    last_look = time.monotonic() + 3 * LINGER_MS / 1000
+    while _is_listened_to(endpoint.removeprefix("ipc://")):
+        if time.monotonic() >= last_look:
+            raise zmq.ZMQError(errno.EADDRINUSE, f"Address already in use (addr={endpoint!r})")
+        time.sleep(0.02)
+
+
+def _is_listened_to(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
-            probe.connect(endpoint.removeprefix("ipc://"))
+            probe.connect(path)
         except (OSError, ValueError):
-            return
-    raise zmq.ZMQError(errno.EADDRINUSE, f"Address already in use (addr={endpoint!r})")
+            return False
+    return True
 
 
 def _last_endpoint(sock: zmq.Socket[bytes]) -> str:
