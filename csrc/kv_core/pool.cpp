@@ -1,6 +1,8 @@
 // The loops of the pool: allocate with eviction, touch, release.
 #include "records.h"
 
+#include <cstring>
+
 namespace kv_core {
 
 PyTypeObject* tally_type = nullptr;
@@ -54,6 +56,34 @@ bool forget(PyObject* index, Block* block) {
 // What `block.owner` is for this pool; borrowed.
 bool is_owned(const Block* block, PyObject* pool, PyObject* weak) {
   return block->owner != nullptr && (block->owner == weak || block->owner == pool);
+}
+
+bool ends_with(PyObject* hash, const Items& suffixes) {
+  const char* bytes = PyBytes_AsString(hash);
+  const Py_ssize_t size = PyBytes_Size(hash);
+  for (Py_ssize_t i = 0, n = suffixes.size(); i < n; ++i) {
+    const Py_ssize_t length = PyBytes_Size(suffixes[i]);
+    if (length < 0) return false;
+    if (length <= size && std::memcmp(bytes + size - length, PyBytes_AsString(suffixes[i]), length) == 0) return true;
+  }
+  return false;
+}
+
+// A list of `value(block)` for each of the blocks.
+template <typename Value>
+PyObject* column(PyObject* blocks, Value value) {
+  Items items(blocks);
+  PyObject* values = items.ok() ? PyList_New(items.size()) : nullptr;
+  for (Py_ssize_t i = 0; values != nullptr && i < items.size(); ++i) {
+    Block* block = as_block(items[i]);
+    PyObject* made = block == nullptr ? nullptr : value(block);
+    if (made == nullptr) {
+      Py_CLEAR(values);
+    } else {
+      PyList_SetItem(values, i, made);
+    }
+  }
+  return values;
 }
 
 PyObject* weak_reference(PyObject* pool) {
@@ -149,6 +179,93 @@ PyObject* look_ahead(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   if (found < 0) return nullptr;
   return PyTuple_Pack(2, found == 0 ? Py_True : Py_False, last == nullptr ? Py_None : as_object(last));
+}
+
+// find_cached(queue, depth, suffixes, unwanted) -> (blocks, hashes, last): of the first `depth` blocks those whose hash ends
+// with one of the suffixes and is not in the set `unwanted`, and the last block looked at or None.
+PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (wrong_count("find_cached", count, 4)) return nullptr;
+  if (!PyObject_TypeCheck(args[0], queue_type) || !PyAnySet_Check(args[3])) {
+    PyErr_SetString(PyExc_TypeError, "find_cached needs a native queue and a set");
+    return nullptr;
+  }
+  const Py_ssize_t depth = PyLong_AsSsize_t(args[1]);
+  if (depth == -1 && PyErr_Occurred()) return nullptr;
+  Items suffixes(args[2]);
+  if (!suffixes.ok()) return nullptr;
+  const bool all_wanted = PySet_Size(args[3]) == 0;
+  const Queue* queue = reinterpret_cast<Queue*>(args[0]);
+  Block *last = nullptr, *block = queue->head->next;
+  PyObject *blocks = PyList_New(0), *hashes = PyList_New(0);
+  bool ok = blocks != nullptr && hashes != nullptr;
+  for (Py_ssize_t i = 0; ok && i < depth && block != nullptr && block != queue->tail; ++i, block = block->next) {
+    last = block;
+    if (block->hash == nullptr || !ends_with(block->hash, suffixes)) continue;
+    const int unwanted = all_wanted ? 0 : PySet_Contains(args[3], block->hash);
+    if (unwanted == 0) ok = PyList_Append(blocks, as_object(block)) == 0 && PyList_Append(hashes, block->hash) == 0;
+    if (unwanted < 0) ok = false;
+  }
+  PyObject* found = nullptr;
+  if (ok && !PyErr_Occurred()) found = PyTuple_Pack(3, blocks, hashes, last == nullptr ? Py_None : as_object(last));
+  Py_XDECREF(blocks);
+  Py_XDECREF(hashes);
+  return found;
+}
+
+// lacking(index, hashes) -> list: those of the hashes that the index has no entry for, in order.
+PyObject* lacking(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (wrong_count("lacking", count, 2)) return nullptr;
+  if (!PyDict_Check(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "lacking needs a dict");
+    return nullptr;
+  }
+  Items hashes(args[1]);
+  if (!hashes.ok()) return nullptr;
+  PyObject* absent = PyList_New(0);
+  bool ok = absent != nullptr;
+  for (Py_ssize_t i = 0, n = hashes.size(); ok && i < n; ++i) {
+    const int found = PyDict_Contains(args[0], hashes[i]);
+    ok = found > 0 || (found == 0 && PyList_Append(absent, hashes[i]) == 0);
+  }
+  if (!ok) Py_CLEAR(absent);
+  return absent;
+}
+
+// block_ids(blocks) -> list of their ids.
+PyObject* block_ids(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (wrong_count("block_ids", count, 1)) return nullptr;
+  return column(args[0], [](const Block* block) { return PyLong_FromLong(block->id); });
+}
+
+// token_counts(blocks) -> list of how many tokens their hashes cover, or None.
+PyObject* token_counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (wrong_count("token_counts", count, 1)) return nullptr;
+  return column(args[0], [](const Block* block) {
+    if (block->num_tokens != kNoTokens) return PyLong_FromUnsignedLong(block->num_tokens);
+    Py_INCREF(Py_None);
+    return Py_None;
+  });
+}
+
+// count_before(queue, limit, hashes) -> int: how many blocks, `limit` at most, are in front of the first whose hash is in the
+// set `hashes`.
+PyObject* count_before(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (wrong_count("count_before", count, 3)) return nullptr;
+  if (!PyObject_TypeCheck(args[0], queue_type) || !PyAnySet_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "count_before needs a native queue and a set");
+    return nullptr;
+  }
+  const Py_ssize_t limit = PyLong_AsSsize_t(args[1]);
+  if (limit == -1 && PyErr_Occurred()) return nullptr;
+  const Queue* queue = reinterpret_cast<Queue*>(args[0]);
+  Py_ssize_t before = 0;
+  for (Block* block = queue->head->next; before < limit && block != nullptr && block != queue->tail; block = block->next) {
+    const int found = block->hash == nullptr ? 0 : PySet_Contains(args[2], block->hash);
+    if (found < 0) return nullptr;
+    if (found != 0) break;
+    before += 1;
+  }
+  return PyLong_FromSsize_t(before);
 }
 
 // release(pool, blocks, idle) -> None, or a list of blocks of other pools: one reference less for each of the pool's own;

@@ -100,6 +100,11 @@ PyObject* make_blocks(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* look_ahead(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* lacking(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* block_ids(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* token_counts(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* count_before(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* release(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* hash_chain(PyObject*, PyObject* const* args, Py_ssize_t count);
 

@@ -16,7 +16,18 @@ from vllm.utils.checks import InvariantError
 from vllm.utils.hashing import HashFn, sha256, sha256_cbor
 from vllm.utils.native_core import NativeCore, native_core
 from vllm.v1.core.block_hasher import hash_block_tokens
-from vllm.v1.core.block_ops import PythonTally, python_look_ahead, python_release, python_take, python_touch
+from vllm.v1.core.block_ops import (
+    PythonTally,
+    python_block_ids,
+    python_count_before,
+    python_find_cached,
+    python_lacking,
+    python_look_ahead,
+    python_release,
+    python_take,
+    python_token_counts,
+    python_touch,
+)
 from vllm.v1.core.free_block_queue import PythonLinkedQueue
 from vllm.v1.core.kv_cache_block import PythonBlock
 
@@ -34,7 +45,7 @@ class Side:
     """Blocks, queue, index and loops of one implementation, driven by words."""
 
     def __init__(
-        self, block: Any, queue: Any, tally: Any, take: Any, touch: Any, release: Any, look: Any
+        self, block: Any, queue: Any, tally: Any, take: Any, touch: Any, release: Any, look: Any, views: Any
     ) -> None:
         self.pool, self.other = Pool(), Pool()
         self.blocks = [block(i, pool=self.pool) for i in range(NUM_BLOCKS)]
@@ -44,6 +55,7 @@ class Side:
         self.index: dict[bytes, Any] = {}
         self.tally = tally()
         self._take, self._touch, self._release, self._look_ahead = take, touch, release, look
+        self._find_cached, self._count_before, self._lacking, self._block_ids, self._token_counts = views
 
     def pick(self, numbers: Sequence[int]) -> list[Any]:
         everyone = self.blocks + self.strangers
@@ -102,6 +114,20 @@ class Side:
         lacks, last = self._look_ahead(self.queue, numbers[0], {KEYS[numbers[-1] % len(KEYS)]: None})
         return lacks, None if last is None else last.block_id
 
+    def survey(self, numbers: Sequence[int]) -> object:
+        """Which blocks in front are cached, under wanted keys, and what is told of them."""
+        unwanted = {KEYS[n] for n in numbers[1:] if n < len(KEYS)}
+        suffixes = frozenset((*KEYS[: numbers[-1]], b"long" + KEYS[0])[1:])
+        blocks, keys, last = self._find_cached(self.queue, numbers[0], suffixes, unwanted)
+        return (
+            self._block_ids(blocks),
+            keys,
+            None if last is None else last.block_id,
+            self._token_counts(tuple(self.blocks)),
+            self._count_before(self.queue, numbers[-1], unwanted),
+            self._lacking(self.index, (*KEYS[::-1], b"none")),
+        )
+
     def state(self) -> object:
         return (
             [repr(block) for block in self.blocks + self.strangers],
@@ -134,6 +160,13 @@ def both_sides() -> tuple[Side, Side]:
             python_touch,
             python_release,
             python_look_ahead,
+            (
+                python_find_cached,
+                python_count_before,
+                python_lacking,
+                python_block_ids,
+                python_token_counts,
+            ),
         ),
         Side(
             native.KVCacheBlock,
@@ -143,6 +176,13 @@ def both_sides() -> tuple[Side, Side]:
             native.touch,
             native.release,
             native.look_ahead,
+            (
+                native.find_cached,
+                native.count_before,
+                native.lacking,
+                native.block_ids,
+                native.token_counts,
+            ),
         ),
     )
 
@@ -166,6 +206,7 @@ words = st.sampled_from(
         "pop_and_append",
         "walk",
         "look",
+        "survey",
     )
 )
 steps = st.lists(
@@ -235,6 +276,19 @@ def test_wrong_values_are_refused() -> None:
         queue.__init__(block, block, [])
     with pytest.raises(TypeError, match="native queue"):
         native.take([], {}, native.Tally(), 1)
+    with pytest.raises(TypeError, match="a set"):
+        native.find_cached(queue, 1, (), [])
+    block.block_hash = b"x"
+    queue.append(block)
+    with pytest.raises(TypeError, match="bytes"):
+        native.find_cached(queue, 1, ("x",), set())
+    queue.remove(block)
+    with pytest.raises(TypeError, match="a set"):
+        native.count_before(queue, 1, [])
+    with pytest.raises(TypeError, match="a dict"):
+        native.lacking(set(), [])
+    with pytest.raises(TypeError, match="native block"):
+        native.block_ids([PythonBlock(1)])
     with pytest.raises(TypeError, match="takes 4 arguments"):
         native.take(queue)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="out of range"):

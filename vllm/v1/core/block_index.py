@@ -32,7 +32,7 @@ from vllm.v1.core.block_hasher import (
     generate_block_hash_extra_keys,
     to_event_extra_keys,
 )
-from vllm.v1.core.block_ops import IndexEntries, Tally, forget_block, look_ahead
+from vllm.v1.core.block_ops import IndexEntries, Tally, forget_block, lacking, look_ahead
 from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
@@ -69,8 +69,7 @@ class BlockHashToBlockMap:
 
     def lacking(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """Those of the keys that no block is registered under."""
-        entries = self._cache
-        return [key for key in keys if key not in entries]
+        return lacking(self._cache, keys)
 
     def covers(self, queue: FreeKVCacheBlockQueue, depth: int) -> tuple[bool, KVCacheBlock | None]:
         """Whether what the first `depth` blocks of another pool's queue hold is here too; also the last one looked at."""

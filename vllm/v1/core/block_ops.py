@@ -6,14 +6,14 @@ metrics or requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from vllm.utils.checks import InvariantError
 from vllm.utils.native_core import native_core
 from vllm.v1.core.block_hash import BlockHashWithGroupId
-from vllm.v1.core.free_block_queue import FreeQueue, LinkedQueue, is_plain
+from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue, FreeQueue, LinkedQueue, is_plain
 from vllm.v1.core.kv_cache_block import BlockOwner, KVCacheBlock
 
 IndexEntries = dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]]
@@ -144,6 +144,65 @@ def python_look_ahead(
 
 
 look_ahead = python_look_ahead if native_core is None else native_core.look_ahead
+
+
+def python_find_cached(
+    queue: FreeQueue, depth: int, suffixes: Iterable[bytes], unwanted: Set[BlockHashWithGroupId]
+) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], KVCacheBlock | None]:
+    """Of the first `depth` blocks those whose hash ends with one of the suffixes and is not in `unwanted`.
+
+    Returns them, their hashes, and the last block looked at.
+    """
+    scanned = list(islice(queue.iter_blocks_after(None), max(0, depth)))
+    ends = tuple(suffixes)
+    blocks: list[KVCacheBlock] = []
+    keys: list[BlockHashWithGroupId] = []
+    for block in scanned:
+        key = block.block_hash
+        if key is not None and key.endswith(ends) and key not in unwanted:
+            blocks.append(block)
+            keys.append(key)
+    return blocks, keys, scanned[-1] if scanned else None
+
+
+def python_count_before(queue: LinkedQueue, limit: int, keys: Set[BlockHashWithGroupId]) -> int:
+    """How many blocks, `limit` at most, are in front of the first whose hash is in `keys`."""
+    before = 0
+    for block in islice(queue.iter_blocks_after(None), max(0, limit)):
+        if block.block_hash in keys:
+            break
+        before += 1
+    return before
+
+
+def python_lacking(index: IndexEntries, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
+    """Those of the keys that the index has no entry for, in order."""
+    return [key for key in keys if key not in index]
+
+
+def python_block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
+    """The ids of the blocks."""
+    return [block.block_id for block in blocks]
+
+
+def python_token_counts(blocks: Iterable[KVCacheBlock]) -> list[int | None]:
+    """For each block how many tokens its hash covers."""
+    return [block.block_hash_num_tokens for block in blocks]
+
+
+lacking = python_lacking if native_core is None else native_core.lacking
+block_ids = python_block_ids if native_core is None else native_core.block_ids
+token_counts = python_token_counts if native_core is None else native_core.token_counts
+count_before = python_count_before if native_core is None else native_core.count_before
+
+
+def find_cached(
+    queue: FreeQueue, depth: int, suffixes: Iterable[bytes], unwanted: Set[BlockHashWithGroupId]
+) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], KVCacheBlock | None]:
+    """`python_find_cached`, by the native core where it knows the queue's links."""
+    if native_core is None or not isinstance(queue, FreeKVCacheBlockQueue):
+        return python_find_cached(queue, depth, suffixes, unwanted)
+    return native_core.find_cached(queue, depth, suffixes, unwanted)
 
 
 def touch_elsewhere(blocks: Sequence[KVCacheBlock]) -> None:

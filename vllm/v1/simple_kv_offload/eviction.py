@@ -6,11 +6,12 @@ Owns what a policy is told and asked. It must not know requests, copies or media
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import ClassVar
 
 from vllm.utils.registry import Registry, resolve_object
 from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.core.block_ops import count_before
 from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
@@ -52,6 +53,16 @@ class EvictionQueue(ABC):
     @abstractmethod
     def victims(self) -> Victims:
         """A look ahead. Slots taken with `incoming` keys come in the order in which it shows them for those keys."""
+
+    def num_takeable(self, keys: Sequence[BlockHashWithGroupId], spared: Set[BlockHashWithGroupId]) -> int:
+        """How many of these contents, from the first on, would get a slot before one that holds a key of ``spared``."""
+        victims = self.victims()
+        for count, key in enumerate(keys):
+            victim = victims.peek()
+            if victim is None or victim.block_hash in spared:
+                return count
+            victims.take(key)
+        return len(keys)
 
     def incoming(self, keys: Sequence[BlockHashWithGroupId | None]) -> None:
         """The slots that are taken next, all at once, are meant for these keys."""
@@ -101,6 +112,9 @@ class LruQueue(FreeKVCacheBlockQueue, EvictionQueue):
     def victims(self) -> Victims:
         return _InOrder(self.iter_blocks_after(None))
 
+    def num_takeable(self, keys: Sequence[BlockHashWithGroupId], spared: Set[BlockHashWithGroupId]) -> int:
+        return count_before(self, len(keys), spared)
+
 
 class _InOrder(Victims):
     """Slots in an order that does not depend on what they are for."""
@@ -119,9 +133,12 @@ class _InOrder(Victims):
 def eviction_queue(policy: str) -> Callable[[Sequence[KVCacheBlock]], EvictionQueue]:
     """The class behind a policy: a name of the table, of an entry point, or ``"module:Class"``.
 
-    ``ValueError`` for an unknown name, or for something that is no `EvictionQueue`.
+    ``ValueError`` for an unknown name, what cannot be loaded, or what is no `EvictionQueue`.
     """
-    found = resolve_object(policy) if ":" in policy else EVICTION_POLICIES.resolve(policy)
+    try:
+        found = resolve_object(policy) if ":" in policy else EVICTION_POLICIES.resolve(policy)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"eviction_policy={policy!r} cannot be loaded: {error}") from error
     if not (isinstance(found, type) and issubclass(found, EvictionQueue)):
         raise ValueError(f"eviction_policy={policy!r} is no EvictionQueue but {found!r}")
     return found

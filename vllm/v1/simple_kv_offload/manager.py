@@ -15,6 +15,7 @@ from vllm.distributed.kv_event_types import MEDIUM_CPU, MEDIUM_STORAGE, KVCacheE
 from vllm.logger import init_logger
 from vllm.utils.checks import check
 from vllm.utils.clock import Clock, MonotonicClock
+from vllm.v1.core.block_ops import block_ids
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_view import device_block_bytes
@@ -283,8 +284,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         if submitted is not None:
             metadata.store_event, transfers = submitted
             for transfer in transfers:
-                metadata.store_gpu_blocks += [block.block_id for block in transfer.device_blocks]
-                metadata.store_cpu_blocks += [block.block_id for block in transfer.tier_blocks]
+                metadata.store_gpu_blocks += block_ids(transfer.device_blocks)
+                metadata.store_cpu_blocks += block_ids(transfer.tier_blocks)
         if self.chain is not None:
             self.chain.plan()
             metadata.move_down = self.chain.down.submit()

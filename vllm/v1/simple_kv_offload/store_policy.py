@@ -7,13 +7,12 @@ that left its window or changed owner since fails that test. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import NamedTuple
+from itertools import compress
+from typing import NamedTuple, overload
 
 from vllm.v1.core.block_hash import (
-    GROUP_ID_BYTES,
     BlockHashListWithBlockSize,
     BlockHashWithGroupId,
     get_block_hash,
@@ -21,6 +20,7 @@ from vllm.v1.core.block_hash import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.core.block_index import StoredBlockInfo, describe_tokens
+from vllm.v1.core.block_ops import find_cached, token_counts
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock
@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
 from vllm.v1.simple_kv_offload.eviction import Victims
 from vllm.v1.simple_kv_offload.tier import Tier
-from vllm.v1.simple_kv_offload.transfer import StagedKey
+from vllm.v1.simple_kv_offload.transfer import Contents, StagedKey
 
 BlockTable = Sequence[Sequence[int]]
 
@@ -39,10 +39,29 @@ class Candidate(NamedTuple):
     block: KVCacheBlock
     keys: tuple[StagedKey, ...]
 
-    @property
-    def key(self) -> BlockHashWithGroupId | None:
-        """The primary one."""
-        return self.keys[0].key if self.keys else None
+
+class Candidates(Sequence[Candidate]):
+    """Device blocks and the keys that their copies get, in columns."""
+
+    __slots__ = ("blocks", "contents")
+
+    def __init__(self, blocks: list[KVCacheBlock] | None = None, contents: Contents | None = None) -> None:
+        self.blocks = [] if blocks is None else blocks
+        self.contents = Contents() if contents is None else contents
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Candidates: ...
+
+    def __getitem__(self, index: int | slice) -> Candidate | Candidates:
+        if isinstance(index, slice):
+            return Candidates(self.blocks[index], self.contents[index])
+        return Candidate(self.blocks[index], self.contents[index])
 
 
 @dataclass
@@ -114,7 +133,7 @@ class Selection:
         """Whether it is ``max_blocks`` that limits the room, not the slots."""
         self.was_cut = False
         """Whether something wanted a place and found no room."""
-        self.candidates: list[Candidate] = []
+        self.candidates = Candidates()
         self.keys: set[BlockHashWithGroupId] = set()
         self._tier = tier
         self._is_spared = is_spared
@@ -136,8 +155,8 @@ class Selection:
         """The slot that one more candidate would get."""
         if self._victims is None:
             self._victims = self._tier.victims()
-            for candidate in self.candidates:
-                self._victims.take(candidate.key)
+            for key in self.candidates.contents.primary_keys:
+                self._victims.take(key)
         return self._victims.peek()
 
     def recheck_victims(self) -> None:
@@ -146,12 +165,31 @@ class Selection:
 
     def add(self, candidate: Candidate) -> None:
         """Choose a candidate."""
-        self.candidates.append(candidate)
+        self.candidates.blocks.append(candidate.block)
+        self.candidates.contents.append(candidate.keys)
         for staged in candidate.keys:
             self.keys.add(staged.key)
         self.room -= 1
         if self._victims is not None:
-            self._victims.take(candidate.key)
+            self._victims.take(candidate.keys[0].key if candidate.keys else None)
+
+    def choose_all(
+        self,
+        blocks: list[KVCacheBlock],
+        keys: list[BlockHashWithGroupId],
+        spared: Set[BlockHashWithGroupId],
+    ) -> None:
+        """Choose all at once: these blocks, which have one key each, no two the same, in order as far as there is room.
+
+        Room also ends at a slot that holds a key of ``spared``. Nothing is added after that.
+        """
+        keys_with_room = keys if len(keys) <= self.room else keys[: self.room]
+        count = self._tier.queue.num_takeable(keys_with_room, spared)
+        if count < len(keys):
+            self.was_cut = True
+            blocks, keys = blocks[:count], keys[:count]
+        self.candidates = Candidates(blocks, Contents(list(keys), token_counts(blocks)))
+        self.room = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +199,7 @@ class Stores:
     device: BlockPool
     tier: Tier
     in_flight: Collection[BlockHashWithGroupId]
-    unsettled: Collection[BlockHashWithGroupId]
+    unsettled: Set[BlockHashWithGroupId]
     hash_block_size: int
     prompt_only: bool = False
     """Whether only tokens of prompts are stored."""
@@ -182,6 +220,11 @@ class Stores:
     def is_copied(self, key: BlockHashWithGroupId) -> bool:
         """Whether the tier has this content or is about to."""
         return key in self.in_flight or self.tier.contains(key) or self.tier.is_expected(key)
+
+    @property
+    def has_further_keys(self) -> bool:
+        """Whether a snapshot of a block's keys may be more than its primary one."""
+        return self.tier.pool.enable_kv_cache_events or bool(self.device.cached_block_hashes_by_block)
 
     def block_size(self, group: int) -> int:
         """Tokens per block of a group."""
@@ -373,8 +416,14 @@ class Endangered:
     ``last`` is the last block looked at.
     """
 
-    blocks: list[tuple[KVCacheBlock, BlockHashWithGroupId]]
+    found: list[KVCacheBlock]
+    keys: list[BlockHashWithGroupId]
     last: KVCacheBlock | None
+
+    @property
+    def blocks(self) -> list[tuple[KVCacheBlock, BlockHashWithGroupId]]:
+        """Each with its primary key."""
+        return list(zip(self.found, self.keys, strict=True))
 
 
 def find_endangered(stores: Stores, depth: int) -> Endangered:
@@ -384,17 +433,8 @@ def find_endangered(stores: Stores, depth: int) -> Endangered:
         # Every step asks, and mostly all is copied.
         all_copied, last = stores.tier.pool.cached_block_hash_to_block.covers(queue, depth)
         if all_copied:
-            return Endangered([], last)
-    scanned = list(islice(queue.iter_blocks_after(None), depth))
-    suffixes, unsettled = stores.tier.key_suffixes, stores.unsettled
-    blocks = [
-        (block, key)
-        for block in scanned
-        if (key := block.block_hash) is not None
-        and key[-GROUP_ID_BYTES:] in suffixes
-        and key not in unsettled
-    ]
-    return Endangered(blocks, scanned[-1] if scanned else None)
+            return Endangered([], [], last)
+    return Endangered(*find_cached(queue, depth, stores.tier.key_suffixes, stores.unsettled))
 
 
 def select_endangered(
@@ -406,19 +446,27 @@ def select_endangered(
     ever. Their slots therefore become the youngest of the tier.
     """
     # Every step asks; mostly nothing is lacking.
-    lacking = set(stores.tier.lacking([key for _, key in endangered.blocks])).difference(stores.in_flight)
-    uncopied = [
-        (block, key)
-        for block, key in (endangered.blocks if lacking else ())
-        if key in lacking and (not stores.reuse.is_on or stores.reuse.admits(get_block_hash(key)))
-    ]
-    keys = {key for _, key in endangered.blocks} if uncopied else set()
-    chosen = Selection(stores.tier, lambda slot: slot.block_hash in keys, max_blocks)
+    lacking = set(stores.tier.lacking(endangered.keys))
+    if stores.in_flight:
+        lacking.difference_update(stores.in_flight)
+    blocks, keys, all_keys = endangered.found, endangered.keys, lacking
+    if len(lacking) < len(keys):
+        wanted = [key in lacking for key in keys] if lacking else []
+        all_keys = set(keys)
+        blocks, keys = list(compress(blocks, wanted)), list(compress(keys, wanted))
+    is_distinct = len(keys) == len(lacking)
+    if stores.reuse.is_on:
+        wanted = [stores.reuse.admits(get_block_hash(key)) for key in keys]
+        blocks, keys = list(compress(blocks, wanted)), list(compress(keys, wanted))
+    chosen = Selection(stores.tier, lambda slot: slot.block_hash in all_keys, max_blocks)
     chosen.room = min(chosen.room, limit)
-    if uncopied:
-        slots = [stores.tier.get(key) for _, key in endangered.blocks if key not in lacking]
+    if keys and len(keys) < len(endangered.keys):
+        slots = [stores.tier.get(key) for key in endangered.keys if key not in lacking]
         stores.tier.refresh([slot for slot in slots if slot is not None])
-    for block, key in uncopied:
+    if is_distinct and not stores.has_further_keys:
+        chosen.choose_all(blocks, keys, all_keys)
+        return chosen
+    for block, key in zip(blocks, keys, strict=True):
         if key in chosen.keys:
             continue
         if not chosen.has_room:

@@ -20,7 +20,7 @@ from vllm.v1.simple_kv_offload.patrol import HolePatrol
 from vllm.v1.simple_kv_offload.records import Ledger, StoreDeclines
 from vllm.v1.simple_kv_offload.store_policy import (
     BlockTable,
-    Candidate,
+    Candidates,
     Endangered,
     Selection,
     StoreRequestState,
@@ -254,22 +254,20 @@ class StoreSide:
         limit = self._settings.max_pending_blocks
         return None if limit is None else max(0, limit - self.ledger.in_flight)
 
-    def plan(
-        self, candidates: Sequence[Candidate], request_id: str | None, *, to_front: bool = False
-    ) -> None:
+    def plan(self, candidates: Candidates, request_id: str | None, *, to_front: bool = False) -> None:
         """Lease the device blocks and stage a slot for each; the order leaves with the next `submit`."""
         if not candidates:
             return
         owner = f"store of {request_id}" if request_id is not None else "lazy store"
-        device = Lease(self.stores.device, [candidate.block for candidate in candidates], owner)
-        keys = [candidate.keys for candidate in candidates]
+        device = Lease(self.stores.device, candidates.blocks, owner)
+        keys = candidates.contents
         # What goes back to the front is given last first.
         staged = self._tier.stage_for(keys, backwards=to_front)
         slots = Lease.adopt(self._tier.pool, staged, owner)
         self.planned.append(
             Transfer(owner, device, slots, keys, request_id=request_id, device_to_front=to_front)
         )
-        self.in_flight.update(entry.key for entries in keys for entry in entries)
+        self.in_flight.update(keys.all_keys())
         self.ledger.scheduled += len(candidates)
 
     def submit(self) -> tuple[int, list[Transfer]] | None:
@@ -392,7 +390,7 @@ class StoreSide:
         transfer.abandon()
 
     def _leave_flight(self, transfer: Transfer) -> None:
-        self.in_flight.difference_update(staged.key for keys in transfer.keys for staged in keys)
+        self.in_flight.difference_update(transfer.keys.all_keys())
 
     def reset(self) -> bool:
         """Drop what was not sent, abandon what runs, start tracking anew; True if nothing is running."""

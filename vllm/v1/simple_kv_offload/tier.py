@@ -28,7 +28,7 @@ from vllm.v1.simple_kv_offload.eviction import (
     eviction_queue,
 )
 from vllm.v1.simple_kv_offload.shared_pool import SharedPool, SlotTable
-from vllm.v1.simple_kv_offload.transfer import StagedKey
+from vllm.v1.simple_kv_offload.transfer import Contents, StagedKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +210,10 @@ class Tier:
         self.pool.free_blocks(slots)
 
     def stage_for(
-        self, contents: Sequence[Sequence[StagedKey]], *, backwards: bool = False
+        self, contents: Sequence[tuple[StagedKey, ...]], *, backwards: bool = False
     ) -> list[KVCacheBlock]:
         """A slot for each of these contents; ``backwards``: they were chosen from the last one to the first."""
-        keys = [staged[0].key if staged else None for staged in contents]
+        keys = Contents.of(contents).primary_keys
         slots = self.stage(len(keys), keys[::-1])[::-1] if backwards else self.stage(len(keys), keys)
         if self.shared is not None:
             for slot, content in zip(slots, contents, strict=True):
@@ -229,7 +229,8 @@ class Tier:
         """
         self.queue.incoming(keys or (None,) * count)
         slots = self.pool.get_new_blocks(count)
-        self._note_change(slot.block_id for slot in slots)
+        if self.changed is not None:
+            self._note_change(slot.block_id for slot in slots)
         return slots
 
     def commit(self, block: KVCacheBlock, keys: Iterable[StagedKey]) -> None:

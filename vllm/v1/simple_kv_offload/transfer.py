@@ -5,9 +5,9 @@ Owns when blocks of a copy are let go. It must not know why a copy was chosen. L
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, cast, overload
 
 from vllm.utils.checks import check
 from vllm.v1.core.block_hash import BlockHashWithGroupId
@@ -46,6 +46,79 @@ class StagedKey(NamedTuple):
     info: StoredBlockInfo | None
 
 
+class Contents(Sequence[tuple[StagedKey, ...]]):
+    """What blocks hold, as it was when their copy was planned: for each its keys, the primary one first.
+
+    In columns, because most blocks have one key, of which nobody asks what it stands for.
+    """
+
+    __slots__ = ("_described", "_primary", "_tokens")
+
+    def __init__(
+        self,
+        primary: list[BlockHashWithGroupId | None] | None = None,
+        tokens: list[int | None] | None = None,
+    ) -> None:
+        """Blocks with one key each and the tokens it covers. The lists are kept."""
+        self._primary = [] if primary is None else primary
+        self._tokens = [] if tokens is None else tokens
+        # Position → the keys, where that is not one without a description. No other primary key is None.
+        self._described: dict[int, tuple[StagedKey, ...]] = {}
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[StagedKey, ...]]) -> Contents:
+        """The rows as columns."""
+        if isinstance(rows, Contents):
+            return rows
+        contents = cls()
+        for row in rows:
+            contents.append(row)
+        return contents
+
+    def append(self, row: tuple[StagedKey, ...]) -> None:
+        """One more block."""
+        if len(row) != 1 or row[0].info is not None:
+            self._described[len(self._primary)] = row
+        self._primary.append(row[0].key if row else None)
+        self._tokens.append(row[0].num_tokens if row else None)
+
+    @property
+    def primary_keys(self) -> Sequence[BlockHashWithGroupId | None]:
+        """The first key of each block, None where it has none."""
+        return self._primary
+
+    def all_keys(self) -> Iterable[BlockHashWithGroupId]:
+        """All keys of all blocks."""
+        if not self._described:
+            return cast(list[BlockHashWithGroupId], self._primary)
+        return [staged.key for row in self for staged in row]
+
+    def __len__(self) -> int:
+        return len(self._primary)
+
+    def __iter__(self) -> Iterator[tuple[StagedKey, ...]]:
+        return (self[i] for i in range(len(self._primary)))
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[StagedKey, ...]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Contents: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[StagedKey, ...] | Contents:
+        if isinstance(index, slice):
+            part = Contents(self._primary[index], self._tokens[index])
+            if self._described:
+                positions = enumerate(range(len(self))[index])
+                part._described = {i: self._described[p] for i, p in positions if p in self._described}
+            return part
+        position = range(len(self))[index]
+        key = self._primary[position]
+        if key is None or position in self._described:
+            return self._described[position]
+        return (StagedKey(key, self._tokens[position], None),)
+
+
 class Transfer:
     """Blocks of two tiers, pairwise, and the leases that keep them until the copy has ended.
 
@@ -59,7 +132,7 @@ class Transfer:
     keys that target block i gets (stores only). ``device_to_front``: being copied is no sign of use.
     """
 
-    __slots__ = ("_device", "_front", "_state", "_tier", "keys", "owner", "request_id")
+    __slots__ = ("_contents", "_device", "_front", "_state", "_tier", "owner", "request_id")
 
     def __init__(
         self,
@@ -81,11 +154,20 @@ class Transfer:
         )
         self.owner = owner
         self.request_id = request_id
-        self.keys = list(keys)
+        self.keys = keys
         self._device = device
         self._tier = tier
         self._front = device_to_front
         self._state = TransferState.PLANNED
+
+    @property
+    def keys(self) -> Contents:
+        """The keys that each target block gets."""
+        return self._contents
+
+    @keys.setter
+    def keys(self, keys: Sequence[tuple[StagedKey, ...]]) -> None:
+        self._contents = Contents.of(keys)
 
     @property
     def state(self) -> TransferState:
@@ -112,7 +194,8 @@ class Transfer:
 
     def strip(self, keys: Collection[BlockHashWithGroupId]) -> None:
         """Content under these keys is not to be trusted: its targets get none of them."""
-        self.keys = [tuple(staged for staged in own if staged.key not in keys) for own in self.keys]
+        if any(key in keys for key in self._contents.all_keys()):
+            self.keys = [tuple(staged for staged in own if staged.key not in keys) for own in self.keys]
 
     def trusted_keys(self) -> Iterator[tuple[KVCacheBlock, tuple[StagedKey, ...]]]:
         """Each target with the keys it may get: none if its source's hashes were dropped by id meanwhile.
