@@ -156,6 +156,16 @@ def test_a_poisoned_request_does_not_harm_the_process(shared: LLMEngine) -> None
     assert run(shared, {"good": [5, 6]})["good"].outputs[0].finish_reason == "length"
 
 
+def test_a_request_that_the_core_cannot_read_ends_with_an_error(shared: LLMEngine) -> None:
+    params = greedy()
+    params.detokenize = "yes"  # type: ignore[assignment]
+    shared.add_request("odd", {"prompt_token_ids": [5, 6, 7]}, params)
+    shared.add_request("good", {"prompt_token_ids": [5, 6, 7]}, greedy())
+    done = drive(shared)
+    assert done["odd"].outputs[0].finish_reason == "error"
+    assert len(done["good"].outputs[0].token_ids) == 6
+
+
 def test_a_dead_core_is_an_error_everywhere_and_soon() -> None:
     engine = start(distributed_executor_backend=FLAKY)
     engine.add_request("r", [5, *DEADLY], greedy())

@@ -178,8 +178,23 @@ class EngineCoreProc:
             self.core.add_request(*self.core.preprocess_add_request(request))
         except (ValueError, TypeError, msgspec.DecodeError) as error:
             logger.exception("A request was refused.")
+            if request is None:
+                request = self._whose(frames)
             if request is not None:
                 self._refuse(request, RequestError("invalid_request", str(error)))
+
+    def _whose(self, frames: Sequence[Frame]) -> EngineCoreRequest | None:
+        """Only the id and the client of a request that cannot be read: somebody waits for its answer."""
+        try:
+            values = self._decoder.decode(frames)
+            named = dict(zip(EngineCoreRequest.__struct_fields__, values, strict=False))
+            request_id, client_index = named["request_id"], named.get("client_index", 0)
+        except (ValueError, TypeError, LookupError, msgspec.DecodeError):
+            return None
+        if not isinstance(request_id, str) or not isinstance(client_index, int):
+            return None
+        nothing: list[None] = [None] * 4
+        return EngineCoreRequest(request_id, *nothing, 0.0, None, None, None, client_index=client_index)
 
     def _refuse(self, request: EngineCoreRequest, error: RequestError) -> None:
         output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error)
