@@ -215,4 +215,7 @@ def test_unknown_policies_are_refused_by_name() -> None:
         eviction_queue("lifo")
     with pytest.raises(ValueError, match="is no EvictionQueue"):
         eviction_queue("collections:OrderedDict")
+    for name in ("no_such_module:Queue", "collections:NoQueue"):
+        with pytest.raises(ValueError, match=f"eviction_policy='{name}' cannot be loaded"):
+            eviction_queue(name)
     assert eviction_queue("vllm.v1.simple_kv_offload.arc:ArcQueue") is ArcQueue
