@@ -82,6 +82,7 @@ def drain(run: Run) -> None:
         place = 1_000_000 + 4 * rounds
         for lanes in run.worker.all_lanes:
             lanes.finish_all()
+        run.act("compile", place)
         if len(run.steps) < run.params.depth and run.scheduler.has_requests():
             run.act("schedule", place)
         if any(not step.executed for step in run.steps):

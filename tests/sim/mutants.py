@@ -5,12 +5,13 @@ Each must be caught within 100 seeds: this tests the tester. A mutant that survi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 from tests.sim.mutants_policy import POLICY_MUTANTS
+from tests.sim.mutants_sched import SCHED_MUTANTS
+from tests.sim.planting import Mutant, replaced
 from tests.sim.retention import pinned_blocks_are_kept_back, places_are_never_left
 from tests.sim.shared_mutants import SHARED_POOL_MUTANTS
 from tests.sim.worker import SimWorker
@@ -25,19 +26,12 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
 from vllm.v1.core.kv_kinds.mamba import MambaManager
 from vllm.v1.core.kv_kinds.sliding_window import SlidingWindowManager
-from vllm.v1.core.sched import results
-from vllm.v1.core.sched.lifecycle import RequestLifecycle
-from vllm.v1.core.sched.remote_wait import RemoteWaits
-from vllm.v1.core.sched.results import Results
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.simple_kv_offload.disk_tier import Moves
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.lookup import Promises
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.store_side import StoreSide
 from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer
-
-Mutant = Callable[[], AbstractContextManager[object]]
 
 
 class _Gone:
@@ -50,15 +44,6 @@ class _Gone:
 
     def release(self, *_: Any, **__: Any) -> None:
         """Nothing is left to release."""
-
-
-def _replaced(owner: type, name: str, make: Callable[[Any], Any]) -> Mutant:
-    """A mutant that replaces one method by `make(the original)`."""
-
-    def plant() -> AbstractContextManager[object]:
-        return patch.object(owner, name, make(getattr(owner, name)))
-
-    return plant
 
 
 def _no_lease_on_a_hit() -> AbstractContextManager[object]:
@@ -195,46 +180,11 @@ def _leak_on_deferral(original: Any) -> Any:
     return withdraw
 
 
-def _double_free_on_abort(original: Any) -> Any:
-    """SCH-03: the end of a request runs twice."""
-
-    def release(self: Any, request: Any) -> None:
-        blocks = [
-            block
-            for manager in self.kv_cache_manager.coordinator.single_type_managers
-            for block in manager.req_to_blocks.get(request.request_id, ())
-            if not block.is_null and block.ref_cnt > 1
-        ]
-        original(self, request)
-        self.kv_cache_manager.block_pool.free_blocks(b for b in blocks if b.ref_cnt > 0)
-
-    return release
-
-
-def _stop_at_the_first_misfit(original: Any) -> Any:
-    """SCH-01: finished loads wait behind a queue head that cannot fit."""
-
-    def end_loads(self: Any) -> None:
-        if not self.waiting:
-            original(self)
-
-    return end_loads
-
-
 def _failed_store_counts_as_done(original: Any) -> Any:
     """STORE-02: rejected puts are taken for stored."""
 
     def report(self: Any, counts: Any, *, ok: bool) -> None:
         original(self, counts, ok=True)
-
-    return report
-
-
-def _failed_load_counts_as_done(original: Any) -> Any:
-    """PFX-12: a request goes on with blocks whose load failed."""
-
-    def report(self: Any, request_id: str, failed: bool) -> Any:
-        return original(self, request_id, False)
 
     return report
 
@@ -315,16 +265,6 @@ def _running_state_is_overwritten(original: Any) -> Any:
     return lambda self, blocks, column: None
 
 
-def _frees_at_once(original: Any) -> Any:
-    """XFER-02: blocks of a step in flight become the target of a load."""
-
-    def free(self: Any, request: Any) -> None:
-        self.defer_block_free = False
-        original(self, request)
-
-    return free
-
-
 def _nothing_stored_at_the_end(original: Any) -> Any:
     """OFF-04: what is not stored when a request ends is lost."""
     del original
@@ -361,32 +301,6 @@ def _hash_too_far(original: Any) -> Any:
         original(self, request, min(num_tokens + 3, request.num_tokens), *args, **kwargs)
 
     return cache
-
-
-def _abort_frees_under_a_load(original: Any) -> Any:
-    """SCH-02, first variant: an aborted load's blocks are free while the copy still writes them."""
-
-    def release(self: Any, request: Any) -> None:
-        for manager in self.kv_cache_manager.coordinator.single_type_managers:
-            manager.free(request.request_id)
-        for lease in list(self.kv_cache_manager.block_pool.leases.values()):
-            if lease.owner == f"load of {request.request_id}":
-                blocks = list(lease.blocks)
-                self.kv_cache_manager.block_pool.free_blocks(blocks)
-        original(self, request)
-
-    return release
-
-
-def _end_of_an_aborted_load_is_lost(original: Any) -> Any:
-    """SCH-02, second variant: nobody listens to the end of an aborted load."""
-
-    def end(self: Any, request_id: str, failed: bool) -> None:
-        request = self.requests.get(request_id)
-        if request is None or not request.is_finished():
-            original(self, request_id, failed)
-
-    return end
 
 
 def _hole_in_what_is_stored(original: Any) -> Any:
@@ -437,63 +351,44 @@ def _only_the_chosen_connector_hears(original: Any) -> Any:
     return update
 
 
-def _refused_drafts_count_as_computed() -> AbstractContextManager[object]:
-    """Positions of refused drafts are never computed again."""
-    original = results.settle_counters
-
-    def settle(request: Any, *args: Any) -> Any:
-        drafted = original(request, *args)
-        if drafted is not None:
-            request.num_computed_tokens += drafted.num_drafts - drafted.num_accepted
-        return drafted
-
-    return patch.object(results, "settle_counters", settle)
-
-
 MUTANTS: dict[str, Mutant] = {
-    "refused drafts count as computed": _refused_drafts_count_as_computed,
-    "pinned blocks are kept back": _replaced(BlockRetention, "_insert", pinned_blocks_are_kept_back),
-    "places are never left": _replaced(BlockRetention, "leave", places_are_never_left),
+    "pinned blocks are kept back": replaced(BlockRetention, "_insert", pinned_blocks_are_kept_back),
+    "places are never left": replaced(BlockRetention, "leave", places_are_never_left),
     **POLICY_MUTANTS,
+    **SCHED_MUTANTS,
     "none": nullcontext,
     "no lease on a hit": _no_lease_on_a_hit,
-    "no lease below": _replaced(Promises, "lookup", _no_lease_below),
-    "release before the copy ends": _replaced(Transfer, "submit", _release_before_the_copy_ends),
-    "commit before the copy ends": _replaced(StoreSide, "submit", _commit_before_the_copy_ends),
-    "commit without index": _replaced(BlockIndex, "add", _commit_without_index),
-    "skip compute done": _replaced(SimWorker, "execute", _skip_compute_done),
-    "copy reads late": _replaced(StoreSide, "plan", _copy_reads_late),
-    "lose an event": _replaced(BlockIndex, "_report_removed", _lose_an_event),
-    "double an event": _replaced(BlockIndex, "_report_removed", _double_an_event),
-    "wrong parent": _replaced(BlockIndex, "_report_run", _wrong_parent),
-    "leak on deferral": _replaced(Promises, "withdraw", _leak_on_deferral),
-    "double free on abort": _replaced(RequestLifecycle, "_free_blocks", _double_free_on_abort),
-    "stop at the first misfit": _replaced(Scheduler, "_end_loads", _stop_at_the_first_misfit),
-    "failed store counts as done": _replaced(StoreSide, "report", _failed_store_counts_as_done),
-    "one rank is enough": _replaced(StoreTable, "__init__", _one_rank_is_enough),
-    "tier stays warm": _replaced(BlockPool, "invalidate_prefix_cache", _tier_stays_warm),
-    "device stays warm": _replaced(BlockPool, "invalidate_prefix_cache", _device_stays_warm),
+    "no lease below": replaced(Promises, "lookup", _no_lease_below),
+    "release before the copy ends": replaced(Transfer, "submit", _release_before_the_copy_ends),
+    "commit before the copy ends": replaced(StoreSide, "submit", _commit_before_the_copy_ends),
+    "commit without index": replaced(BlockIndex, "add", _commit_without_index),
+    "skip compute done": replaced(SimWorker, "execute", _skip_compute_done),
+    "copy reads late": replaced(StoreSide, "plan", _copy_reads_late),
+    "lose an event": replaced(BlockIndex, "_report_removed", _lose_an_event),
+    "double an event": replaced(BlockIndex, "_report_removed", _double_an_event),
+    "wrong parent": replaced(BlockIndex, "_report_run", _wrong_parent),
+    "leak on deferral": replaced(Promises, "withdraw", _leak_on_deferral),
+    "failed store counts as done": replaced(StoreSide, "report", _failed_store_counts_as_done),
+    "one rank is enough": replaced(StoreTable, "__init__", _one_rank_is_enough),
+    "tier stays warm": replaced(BlockPool, "invalidate_prefix_cache", _tier_stays_warm),
+    "device stays warm": replaced(BlockPool, "invalidate_prefix_cache", _device_stays_warm),
     "salt is ignored": _salt_is_ignored,
     "adapter is ignored": _adapter_is_ignored,
-    "window slides too early": _replaced(
+    "window slides too early": replaced(
         SlidingWindowManager, "get_num_skipped_tokens", _window_slides_too_early
     ),
-    "state is hit before it exists": _replaced(MambaManager, "_mark_fresh", _state_is_hit_before_it_exists),
-    "running state is overwritten": _replaced(MambaManager, "_make_writable", _running_state_is_overwritten),
-    "frees at once": _replaced(RequestLifecycle, "_free_blocks", _frees_at_once),
-    "failed load counts as done": _replaced(RemoteWaits, "report", _failed_load_counts_as_done),
-    "goes idle too early": _replaced(SimpleCPUOffloadScheduler, "has_pending_work", _goes_idle_too_early),
+    "state is hit before it exists": replaced(MambaManager, "_mark_fresh", _state_is_hit_before_it_exists),
+    "running state is overwritten": replaced(MambaManager, "_make_writable", _running_state_is_overwritten),
+    "goes idle too early": replaced(SimpleCPUOffloadScheduler, "has_pending_work", _goes_idle_too_early),
     "nothing left to compute": _nothing_left_to_compute,
-    "damage is not followed": _replaced(KVCacheManager, "evict_blocks", _damage_is_not_followed),
-    "hash too far": _replaced(SingleTypeKVCacheManager, "cache_blocks", _hash_too_far),
-    "abort frees under a load": _replaced(RequestLifecycle, "_release_finished", _abort_frees_under_a_load),
-    "end of an aborted load is lost": _replaced(Results, "_end_receiving", _end_of_an_aborted_load_is_lost),
-    "hole in what is stored": _replaced(StoreSide, "plan", _hole_in_what_is_stored),
-    "lost keys are moved": _replaced(Moves, "_commit", _lost_keys_are_moved),
-    "source of a load is let go": _replaced(LoadSide, "_start", _source_of_a_load_is_let_go),
-    "only the chosen connector hears": _replaced(
+    "damage is not followed": replaced(KVCacheManager, "evict_blocks", _damage_is_not_followed),
+    "hash too far": replaced(SingleTypeKVCacheManager, "cache_blocks", _hash_too_far),
+    "hole in what is stored": replaced(StoreSide, "plan", _hole_in_what_is_stored),
+    "lost keys are moved": replaced(Moves, "_commit", _lost_keys_are_moved),
+    "source of a load is let go": replaced(LoadSide, "_start", _source_of_a_load_is_let_go),
+    "only the chosen connector hears": replaced(
         MultiConnector, "update_state_after_alloc", _only_the_chosen_connector_hears
     ),
     **SHARED_POOL_MUTANTS,
-    "nothing stored at the end": _replaced(StoreSide, "finish_request", _nothing_stored_at_the_end),
+    "nothing stored at the end": replaced(StoreSide, "finish_request", _nothing_stored_at_the_end),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from tests.sim.grammar import draw_grammars
 from tests.sim.retention import draw_share
 from tests.sim.rng import Streams
 from vllm.v1.kv_cache_interface import (
@@ -98,6 +99,8 @@ class SimParams:
     """The drafter reads hidden states, so that the last block of a hit is computed again."""
     shared: bool = False
     """The host tier is a pool that another engine uses too."""
+    grammars: bool = False
+    """Some requests have a grammar, for which they wait."""
 
     @property
     def fault_probability(self) -> float:
@@ -231,7 +234,7 @@ def draw_params(seed: int) -> SimParams:
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
     params = _with_drafts(_with_second(_with_policies(_with_disk(_fit(params)))))
-    return _with_kept_disk(_with_other_engine(params))
+    return replace(_with_kept_disk(_with_other_engine(params)), grammars=draw_grammars(seed))
 
 
 def _with_drafts(params: SimParams) -> SimParams:
@@ -254,7 +257,7 @@ def _with_kept_disk(params: SimParams) -> SimParams:
     # A disk with much on it. Where nothing is killed, whatever a table lost must be there again at the end.
     survives = rng.random() < 0.5
     lossy, others = ("table fails", "step fails"), (("step fails", "table fails"), ("store fails",))
-    return replace(
+    params = replace(
         params,
         lazy=False,
         host_blocks=rng.randint(16, 32),
@@ -265,6 +268,10 @@ def _with_kept_disk(params: SimParams) -> SimParams:
         decline_slow_tier="off",
         faults=frozenset(lossy if survives else rng.choice(others)),
         actions_off=params.actions_off | ({"kill", "reset"} if survives else set()),
+    )
+    # What must be forgotten may just be on its way down.
+    return (
+        params if survives or rng.random() < 0.5 else replace(params, faults=params.faults | {"nan", "stall"})
     )
 
 

@@ -13,6 +13,7 @@ from tests.sim.corruption import pages_below, spoil
 from tests.sim.device import RingGroup, StateGroup
 from tests.sim.events import Consumer
 from tests.sim.failure import SimFailure, require
+from tests.sim.grammar import BAD, check_masks
 from tests.sim.marks import Marks
 from tests.sim.multi_worker import MultiWorker
 from tests.sim.params import SimParams
@@ -20,9 +21,9 @@ from tests.sim.policies import PolicyMarks
 from tests.sim.promises import watch_promises
 from tests.sim.registry import HashRegistry
 from tests.sim.restart import Killable, kill, kill_weight
-from tests.sim.retention import mark_retention
 from tests.sim.rng import Streams
 from tests.sim.shared_run import SharedRun
+from tests.sim.step_marks import StepMarks
 from tests.sim.worker import SimWorker, Step
 from tests.sim.workload import Truth, Workload, make_request
 from tests.sim.world import build_world
@@ -33,12 +34,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.message_types import FinishReason
 from vllm.v1.messages import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
 LIVE_REQUESTS_MAX = 9
 
 
-class Run(Killable, SharedRun):
+class Run(Killable, SharedRun, StepMarks):
     """State of one run. Nothing here decides what happens next; see driver.py."""
 
     def __init__(self, params: SimParams) -> None:
@@ -58,7 +58,7 @@ class Run(Killable, SharedRun):
         self.full_tiers: set[int] = set()
         """Connectors, by their order, whose first tier had no room or evicted something."""
         self.draining = False
-        self._policy_marks = PolicyMarks(params, self.marks)
+        self.policy_marks = PolicyMarks(params, self.marks)
 
     def start_engine(self, worker: SimWorker) -> None:
         """Everything that dies with an engine."""
@@ -70,7 +70,7 @@ class Run(Killable, SharedRun):
         self.seen_entries: dict[str, list[tuple[int, BlockHashWithGroupId]]] = {}
         self.idle_steps = 0
         self._writes: dict[int, dict[str, set[int]]] = {}
-        self._asked: dict[str, int] = {}
+        self.asked: dict[str, int] = {}
         if self.world.connector is not None:
             watch_promises(self, self.world.connector)
 
@@ -111,6 +111,8 @@ class Run(Killable, SharedRun):
             weights["execute"] = 120
         if self.steps and self.steps[0].executed:
             weights["finish"] = 120
+        if self.world.grammars.pending:
+            weights["compile"] = 40
         if any(lane.running for lane in lanes):
             if any(lane.movable() for lane in lanes):
                 weights["copy"] = 100
@@ -158,6 +160,10 @@ class Run(Killable, SharedRun):
         if truth.adapter is not None:
             self.marks.hit("adapter request")
 
+    def _do_compile(self, rng: random.Random) -> None:
+        """The grammar of some request, which may have ended meanwhile, is ready or refused."""
+        self.world.grammars.compile_one(rng)
+
     def _do_abort(self, rng: random.Random) -> None:
         truth = rng.choice(self.live())
         request = self.requests[truth.request_id]
@@ -173,6 +179,8 @@ class Run(Killable, SharedRun):
             self.marks.hit("abort while running")
         elif status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.marks.hit("abort during load")
+        elif status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            self.marks.hit("abort while the grammar is compiled")
         elif status is RequestStatus.WAITING:
             self.marks.hit("abort while waiting")
             if self.chain is not None and request.request_id in self.chain.waiting:
@@ -202,7 +210,7 @@ class Run(Killable, SharedRun):
                 self.marks.hit("preempt")
                 if running_stores:
                     self.marks.hit("preempt with a store in flight")
-        self._mark_step(output)
+        self.mark_step(output)
 
     def _plan_writes(self, output: SchedulerOutput) -> dict[str, set[int]]:
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -258,78 +266,12 @@ class Run(Killable, SharedRun):
     def _count_idle(self, busy: bool) -> None:
         """I10: steps without tokens although requests wait and nothing is under way that could free them."""
         paused = self.scheduler.pause_state is not PauseState.UNPAUSED
-        if busy or paused or self.steps or self.worker.copying() or not self.live():
+        is_under_way = self.steps or self.worker.copying() or self.world.grammars.pending
+        if busy or paused or is_under_way or not self.live():
             self.idle_steps = 0
             return
         self.idle_steps += 1
         require(self.idle_steps < 8, "I10", f"{self.idle_steps} idle steps in a row with requests waiting")
-
-    def _mark_step(self, output: SchedulerOutput) -> None:
-        scheduler = self.scheduler
-        counts = scheduler.get_request_counts()
-        if counts[1] and len(scheduler.running) < self.params.max_num_seqs and output.num_scheduled_tokens:
-            self.marks.hit("request waits for memory")
-        for request in scheduler.requests.values():
-            if request.num_overtaken:
-                self.marks.hit("overtaken")
-        self._mark_hit_without_room(bool(output.num_scheduled_tokens))
-        for pool in (self.device_pool, *(pool for _, pool, _ in self.lower_pools())):
-            mark_retention(self.marks, pool)
-        offload = self.offload
-        if offload is None:
-            return
-        for request in scheduler.requests.values():
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                self.marks.hit("external hit")
-        if offload.store_side.planned or len(offload.store_side.table):
-            self.marks.hit("lazy store" if self.params.lazy else "eager store")
-        for index, each in enumerate(self.offloads):
-            if each.tier.num_stageable == 0 or each.tier.evictions:
-                self.full_tiers.add(index)
-        if offload.tier.num_stageable == 0:
-            self.marks.hit("host full")
-        if offload.tier.evictions:
-            self.marks.hit("host eviction")
-        self._mark_chain()
-        self._policy_marks.look(offload)
-        if len(self.offloads) > 1:
-            self._mark_second(self.offloads[1])
-        for request_id in offload._pending_cpu_hits:
-            self._asked[request_id] = self._asked.get(request_id, 0) + 1
-            if self._asked[request_id] > 1:
-                self.marks.hit("repeated ask")
-
-    def _mark_chain(self) -> None:
-        chain = self.chain
-        if chain is None:
-            return
-        if chain.waiting:
-            self.marks.hit("wait for the disk")
-        if chain.counts.timeouts:
-            self.marks.hit("wait for the disk in vain")
-        if chain.disk.evictions:
-            self.marks.hit("disk eviction")
-        if chain.writes_off:
-            self.marks.hit("disk written to no more")
-
-    def _mark_second(self, second: SimpleCPUOffloadScheduler) -> None:
-        if len(second.store_side.table):
-            self.marks.hit("store to a second connector")
-        if second.load_side.loads:
-            self.marks.hit("load from a second connector")
-        if second.tier.evictions:
-            self.marks.hit("second host eviction")
-
-    def _mark_hit_without_room(self, busy: bool) -> None:
-        """The first waiting request has a hit, and what stands in its way can only be memory."""
-        scheduler = self.scheduler
-        if not busy or not scheduler.waiting or len(scheduler.running) >= self.params.max_num_seqs:
-            return
-        request = scheduler.waiting.peek_request()
-        coordinator = scheduler.kv_cache_manager.coordinator
-        _, tokens, _ = coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
-        if tokens and len(self.params.specs) > 1 and scheduler.pause_state is PauseState.UNPAUSED:
-            self.marks.hit("hit in one group without room in another")
 
     def _excuse(self, mark: str) -> None:
         self.marks.hit(mark)
@@ -354,7 +296,10 @@ class Run(Killable, SharedRun):
         failed = set() if report is None else set(report.failed_recving)
         for request_id in failed:
             self._note_failed_load(request_id)
-        self._take(self.scheduler.update_from_output(step.output, combined))
+        masks = self.scheduler.get_grammar_bitmask(step.output)
+        messages = self.scheduler.update_from_output(step.output, combined)
+        check_masks(masks, step.output, messages.values())
+        self._take(messages)
         if self.params.num_spec_tokens and not self.params.async_scheduling:
             self.scheduler.update_draft_token_ids(self.worker.all_drafts())
         if corrupted is not None and corrupted.status is RequestStatus.FINISHED_ERROR:
@@ -415,6 +360,14 @@ class Run(Killable, SharedRun):
 
     def _note_end(self, truth: Truth, reason: FinishReason) -> None:
         truth.finish_reason = str(reason)
+        if truth.grammar == BAD:
+            require(
+                str(reason) == "error" and not truth.delivered,
+                "I9",
+                f"{truth.request_id} ends with {reason} and {truth.delivered} although its grammar is none",
+            )
+            truth.ended_by = truth.ended_by or "grammar"
+            self.marks.hit("grammar refused")
         self.registry.learn(self.requests[truth.request_id])
         if any(truth.request_id in step.output.num_scheduled_tokens for step in self.steps):
             self.marks.hit("finish with a step in flight")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.sim.content import ALPHABET, Chain, expected_output, root
+from tests.sim.grammar import Constraints, constraint_of
 from tests.sim.params import SimParams
 from tests.sim.retention import Hints
 from vllm.kv_retention import EXTRA_ARG
@@ -31,6 +32,8 @@ class Truth:
     chain: Chain = field(repr=False)
     retention: dict[str, Any] | None = None
     """How long its content is worth keeping, as it says."""
+    grammar: str | None = None
+    """Whether it has a grammar, and whether that can be compiled."""
     output: list[int] = field(default_factory=list)
     """The whole answer of an undisturbed run."""
     delivered: list[int] = field(default_factory=list)
@@ -59,6 +62,7 @@ class Workload:
         self._salts = rng.random() < 0.3
         self._adapters = rng.random() < 0.3
         self._hints = Hints(params.seed, params.kv_retention_share)
+        self._constraints = Constraints(params.seed, params.grammars)
         self._count = 0
         self._repeats = rng.choice((0.2, 0.6, 0.8))
         self._history: list[list[int]] = []
@@ -81,6 +85,7 @@ class Workload:
             priority=rng.randint(0, 2),
             chain=Chain(root(salt, adapter), list(prompt)),
             retention=self._hints.draw(),
+            grammar=self._constraints.draw(),
         )
         truth.output = expected_output(truth.chain, truth.max_tokens, params.max_model_len, truth.ignore_eos)
         return truth
@@ -112,6 +117,7 @@ def make_request(truth: Truth, arrival_time: float, hasher: BlockHasher | None) 
         max_tokens=truth.max_tokens,
         ignore_eos=truth.ignore_eos,
         temperature=0.0,
+        structured_outputs=None if truth.grammar is None else constraint_of(truth.grammar, truth.output),
         extra_args=None if truth.retention is None else {EXTRA_ARG: truth.retention},
     )
     sampling.update_from_generation_config({}, 0)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from tests.sim.clock import SimClock
 from tests.sim.events import CapturingPublisher
+from tests.sim.grammar import Grammars
 from tests.sim.other_engine import SharedMemory
 from tests.sim.params import SimParams
 from vllm.config import (
@@ -35,7 +36,6 @@ from vllm.v1.request import BlockHasher
 from vllm.v1.simple_kv_offload.capacity import gpu_total_bytes
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import hold_segment, leave_shared_pool
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
-from vllm.v1.structured_output import StructuredOutputManager
 
 logging.getLogger("vllm").setLevel(logging.CRITICAL)
 HASH_FN = get_hash_fn_by_name("sha256")
@@ -58,6 +58,7 @@ class World:
     hasher: BlockHasher | None
     scheduler_block_size: int
     hash_block_size: int
+    grammars: Grammars
     shared: SharedMemory | None = None
 
     def close(self) -> None:
@@ -225,11 +226,12 @@ def build_world(params: SimParams) -> World:
         assert config.kv_transfer_config is not None
         config.kv_transfer_config.engine_id = str(shared.path)
         hold_segment(str(shared.path), shared.attach())
+    grammars = Grammars(config)
     scheduler_cls = AsyncScheduler if params.async_scheduling else Scheduler
     scheduler = scheduler_cls(
         vllm_config=config,
         kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(config),
+        structured_output_manager=grammars,
         block_size=block_size,
         hash_block_size=hash_size,
         log_stats=params.seed % STATS_EVERY == 0,
@@ -258,5 +260,6 @@ def build_world(params: SimParams) -> World:
         hasher=get_request_block_hasher(hash_size, HASH_FN) if uses_hashes else None,
         scheduler_block_size=block_size,
         hash_block_size=hash_size,
+        grammars=grammars,
         shared=shared,
     )
