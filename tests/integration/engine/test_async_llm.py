@@ -276,6 +276,14 @@ async def test_death_of_the_core_reaches_every_reader() -> None:
     engine.shutdown()
 
 
+async def test_control_calls_after_the_end_say_so() -> None:
+    engine = start()
+    engine.shutdown()
+    for call in (engine.reset_prefix_cache, engine.sleep, engine.resume_generation):
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            await call()
+
+
 async def test_shutdown_with_readers() -> None:
     engine = start()
     task = asyncio.ensure_future(collect(engine, [5] * 9, greedy(LONG)))

@@ -91,6 +91,7 @@ class AsyncMPClient:
 
     async def call_each_async(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every core; the results in the cores' order."""
+        self._connection.check_alive()
         self._start()
         futures = []
         for core in range(self.num_cores):

@@ -140,6 +140,8 @@ class SocketConnection:
         """Raise EngineDeadError if the core is gone."""
         if self.dead is not None:
             raise self.dead
+        if self.context.closed:
+            raise EngineDeadError("The engine was shut down.")
 
     def close(self, timeout: float | None = None) -> None:
         """End cores and sockets. Idempotent."""
