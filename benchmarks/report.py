@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    raise SystemExit("benchmarks draw pictures: `make setup-test` installs matplotlib") from None
 
 matplotlib.use("Agg")
 

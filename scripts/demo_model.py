@@ -110,9 +110,9 @@ def tiny_model(name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "model"
         _say(f"making a tiny random {name} checkpoint (once)")
-        subprocess.run(
-            [sys.executable, "-m", "vllm.model_executor.model_loader.tiny", name, str(made)], check=True
-        )
+        command = [sys.executable, "-m", "vllm.model_executor.model_loader.tiny", name, str(made)]
+        if subprocess.run(command, check=False).returncode != 0:
+            raise SystemExit(f"[model] error: MODEL=tiny:{name} could not be made; see above")
         _publish(made, target)
     return target
 
@@ -121,7 +121,7 @@ def resolve_model(model: str) -> Path:
     """Folder or GGUF file behind a `MODEL=` value: empty, `tiny:NAME` or a local path.
 
     Raises:
-        SystemExit: the path does not exist.
+        SystemExit: the path does not exist, or the tiny checkpoint cannot be made.
     """
     if not model:
         return demo_model()
