@@ -16,7 +16,7 @@ from tests.helpers.sched import ManualClock
 from vllm.distributed.kv_event_types import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.simple_kv_offload.copy_backends import disk_file
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyBackend, CopyError, CopyResult, EventsList
 from vllm.v1.simple_kv_offload.disk_moves import DiskMoves
@@ -361,6 +361,18 @@ def test_a_request_that_ended_in_an_error_is_forgotten_on_the_disk_too(rig: Disk
     rig.step(nan=[request.request_id])
     rig.run()
     assert rig.on_disk(first) == []
+    rig.assert_at_rest()
+
+
+def test_a_request_refused_before_its_first_step_costs_others_nothing(rig: DiskRig) -> None:
+    """Found by the simulator (seed 70115): a grammar that could not be compiled emptied the tiers of its prompt."""
+    first, second = rig.sink(), rig.generate(prompt(17, seed=1), max_tokens=1)
+    for content in (prompt(17), prompt(17, seed=1)):
+        refused = rig.add(content, max_tokens=4)
+        rig.scheduler.finish_requests(refused.request_id, RequestStatus.FINISHED_ERROR)
+    rig.run()
+    assert rig.on_disk(first) == [0, 1, 2, 3]
+    assert rig.in_tier(second) == [0, 1, 2, 3]
     rig.assert_at_rest()
 
 

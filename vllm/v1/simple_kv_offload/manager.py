@@ -388,13 +388,15 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     ) -> tuple[bool, dict[str, object] | None]:
         """The request ended; never delays the release of its blocks, leases keep what is needed.
 
-        After an error nothing of it is stored, and what it stored itself is forgotten.
+        After an error nothing of it is stored, and what it may have read or stored is forgotten.
         """
         request_id = request.request_id
         self.promises.withdraw(request_id)
         self.load_side.finish_request(request_id)
         self._forget_asked(request_id)
-        if request.status is RequestStatus.FINISHED_ERROR:
+        if request.status is RequestStatus.FINISHED_ERROR and _has_read_nothing(request):
+            self.store_side.forget_request(request_id)
+        elif request.status is RequestStatus.FINISHED_ERROR:
             poisoned = self.store_side.fail_request(request)
             if self.chain is not None:
                 self.chain.disk.forget(poisoned)
@@ -466,6 +468,11 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     @property
     def _mode(self) -> str:
         return "lazy" if self.lazy_offload else "eager"
+
+
+def _has_read_nothing(request: Request) -> bool:
+    """Whether it ended before any step of its own: others' content has no part in its error."""
+    return request.last_sched_seq < 0 and request.num_computed_tokens == 0
 
 
 __all__ = [
