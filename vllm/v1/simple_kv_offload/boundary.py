@@ -49,5 +49,5 @@ class BoundaryStores:
         elif chosen.room <= 0:
             stats.dropped_cpu_full += 1
         else:
-            chosen.add(stores.candidate(block, state.request))
+            stores.choose(chosen, block, state.request)
             stats.stored += 1

@@ -139,7 +139,7 @@ class HolePatrol:
             return
         victim = chosen.next_victim()
         if victim is not None and not self._is_guarded(victim):
-            chosen.add(stores.candidate(source, state.request))
+            stores.choose(chosen, source, state.request)
 
     def _is_guarded(self, slot: KVCacheBlock) -> bool:
         return slot.block_hash is not None and self._guarded.get(slot.block_id) == slot.block_hash

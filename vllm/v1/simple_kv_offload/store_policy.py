@@ -173,6 +173,15 @@ class Selection:
         if self._victims is not None:
             self._victims.take(candidate.keys[0].key if candidate.keys else None)
 
+    def add_plain(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> None:
+        """Choose a block that has this key alone, of which nobody asks what it stands for."""
+        self.candidates.blocks.append(block)
+        self.candidates.contents.append_plain(key, block.block_hash_num_tokens)
+        self.keys.add(key)
+        self.room -= 1
+        if self._victims is not None:
+            self._victims.take(key)
+
     def choose_all(
         self,
         blocks: list[KVCacheBlock],
@@ -229,6 +238,14 @@ class Stores:
     def block_size(self, group: int) -> int:
         """Tokens per block of a group."""
         return self.tier.coordinator.group_block_sizes[group]
+
+    def choose(self, chosen: Selection, block: KVCacheBlock, request: Request | None) -> None:
+        """Add the block to what is chosen."""
+        key = block.block_hash
+        if key is None or self.has_further_keys:
+            chosen.add(self.candidate(block, request))
+        else:
+            chosen.add_plain(block, key)
 
     def candidate(self, block: KVCacheBlock, request: Request | None) -> Candidate:
         """The block with a snapshot of its keys."""
@@ -356,7 +373,7 @@ def select_new(
                 if source is not None and not (is_ready and chosen.has_room):
                     break
                 if source is not None:
-                    chosen.add(stores.candidate(source, state.request))
+                    stores.choose(chosen, source, state.request)
             advance[group] += 1
     return advance
 
@@ -384,7 +401,7 @@ def select_tail(
                 continue
             if not chosen.has_room:
                 return
-            chosen.add(stores.candidate(block, request))
+            stores.choose(chosen, block, request)
 
 
 def select_idle(
@@ -406,7 +423,7 @@ def select_idle(
                 continue
             if not chosen.has_room:
                 return
-            chosen.add(stores.candidate(block, request))
+            stores.choose(chosen, block, request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,5 +488,5 @@ def select_endangered(
             continue
         if not chosen.has_room:
             break
-        chosen.add(stores.candidate(block, None))
+        stores.choose(chosen, block, None)
     return chosen

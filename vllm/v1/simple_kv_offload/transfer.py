@@ -82,6 +82,11 @@ class Contents(Sequence[tuple[StagedKey, ...]]):
         self._primary.append(row[0].key if row else None)
         self._tokens.append(row[0].num_tokens if row else None)
 
+    def append_plain(self, key: BlockHashWithGroupId, num_tokens: int | None) -> None:
+        """One more block, with this key alone."""
+        self._primary.append(key)
+        self._tokens.append(num_tokens)
+
     @property
     def primary_keys(self) -> Sequence[BlockHashWithGroupId | None]:
         """The first key of each block, None where it has none."""
