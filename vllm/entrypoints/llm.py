@@ -108,7 +108,8 @@ class LLM:
         """Answers in the order of the prompts.
 
         A prompt is a text, token ids or a prompt mapping; parameters, adapters and priorities are one for all or one per
-        prompt. Raises VLLMValidationError naming the field at fault; then none of the prompts is answered.
+        prompt. Raises VLLMValidationError naming the field at fault; then none of the prompts is answered. RuntimeError
+        while the engine sleeps.
         """
         self.enqueue(
             prompts,
@@ -133,6 +134,7 @@ class LLM:
         """Queue prompts without waiting; the ids of their requests. `wait_for_completion` gives the answers."""
         if self._is_shut_down:
             raise RuntimeError("this LLM was shut down")
+        self.llm_engine.check_running()
         if mm_processor_kwargs:
             raise VLLMNotImplementedError("mm_processor_kwargs: this engine takes text only")
         items = _prompt_list(prompts)
@@ -318,7 +320,7 @@ class LLM:
         self.llm_engine.reset_mm_cache()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Pause and give memory back; see `AsyncLLM.sleep`."""
+        """Pause and give memory back; see `AsyncLLM.sleep`. Until `wake_up` no prompts are taken (RuntimeError)."""
         self.llm_engine.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:

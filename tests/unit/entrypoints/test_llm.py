@@ -232,6 +232,29 @@ def test_memory_taken_back_in_parts_serves_as_before(llm):
     assert texts(llm.generate("hello", GREEDY, use_tqdm=False)) == before
 
 
+def refusals_while_asleep(llm):
+    for level, state in ((1, "asleep"), (0, "paused")):
+        llm.sleep(level)
+        for call in (lambda: llm.generate("a", GREEDY), lambda: llm.chat([{"role": "user", "content": "a"}])):
+            with pytest.raises(RuntimeError, match=rf"{state}.* wake_up\(\)"):
+                call()
+        llm.wake_up()
+        assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_a_sleeping_engine_refuses_prompts(llm):
+    refusals_while_asleep(llm)
+    with pytest.raises(ValueError, match="level=7"):
+        llm.sleep(7)
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_a_sleeping_engine_in_a_process_of_its_own_refuses_prompts(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with LLM.from_engine_args(engine_args()) as made:
+        refusals_while_asleep(made)
+
+
 def test_after_the_end_nothing_is_generated(monkeypatch, capfd):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     made = LLM.from_engine_args(engine_args())

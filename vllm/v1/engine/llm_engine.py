@@ -55,6 +55,7 @@ class LLMEngine:
             log_stats,
         )
         self.multiprocess_mode = multiprocess_mode
+        self._may_be_paused = False  # only then is the core asked before requests are taken
         self._clock = MonotonicClock()
         self.logger_manager: StatLoggerManager | None = None
         if log_stats:
@@ -198,7 +199,17 @@ class LLMEngine:
     def reset_encoder_cache(self) -> None:
         self.engine_core.call_utility("reset_encoder_cache")
 
+    def check_running(self) -> None:
+        """Raise RuntimeError if the engine sleeps or is paused: who waited for a request would wait for ever."""
+        if not self._may_be_paused:
+            return
+        self._may_be_paused = self.is_paused()
+        if self._may_be_paused:
+            state = "asleep" if self.is_sleeping() else "paused"
+            raise RuntimeError(f"the engine is {state} and answers no request: call wake_up() first")
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self._may_be_paused = True
         self.engine_core.call_utility("sleep", level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -208,9 +219,11 @@ class LLMEngine:
         return bool(self.engine_core.call_utility("is_sleeping"))
 
     def release_kv_cache_memory(self) -> None:
+        self._may_be_paused = True
         self.engine_core.call_utility("release_kv_cache_memory")
 
     def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        self._may_be_paused = True
         self.engine_core.call_utility("pause_scheduler", mode, clear_cache)
 
     def resume_generation(self) -> None:
