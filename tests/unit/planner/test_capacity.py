@@ -167,3 +167,12 @@ def test_layouts_in_which_two_ids_would_share_bytes_are_refused() -> None:
         validate_kv_cache_layout(KVCacheLayout.LHBNC, by_head)
     with pytest.raises(ValueError, match="padded page or a state"):
         validate_kv_cache_layout(KVCacheLayout.BHLNC, [KVCacheGroupSpec(["m"], full(page_size_padded=4096))])
+
+
+def test_an_override_that_leaves_no_usable_block_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="num_gpu_blocks_override=1 leaves no usable KV cache.* less than 2 blocks"
+    ):
+        plan(plan_config(override=1), [{"a": full()}], [10**6])
+    (config,) = plan(plan_config(override=2), [{"a": full()}], [10**6])
+    assert config.num_blocks == 2

@@ -94,6 +94,16 @@ def require_available_memory(available_bytes: int) -> None:
         )
 
 
+def require_usable_override(groups: Sequence[KVCacheGroupSpec], num_blocks: int) -> None:
+    """Raise ValueError if a `num_gpu_blocks_override` of `num_blocks` leaves no room for a request of even one token."""
+    needed = NULL_BLOCKS + sum(not group.host_resident for group in groups)
+    if num_blocks < needed:
+        raise ValueError(
+            f"num_gpu_blocks_override={num_blocks} leaves no usable KV cache: no request fits into less than {needed} "
+            f"blocks ({NULL_BLOCKS} is reserved, and each of the {needed - NULL_BLOCKS} groups of layers needs one)"
+        )
+
+
 def require_room_for_one_request(
     vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec], memory: RankMemory
 ) -> None:

@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_capacity import (
     may_override_num_blocks,
     require_available_memory,
     require_room_for_one_request,
+    require_usable_override,
 )
 from vllm.v1.core.kv_cache_config_builder import KVCacheConfigBuilder, get_kv_cache_config_builder
 from vllm.v1.core.kv_cache_grouping import Specs, check_every_layer_once, group_layers
@@ -168,7 +169,7 @@ def get_kv_cache_configs(
 
     With `original_max_model_len == -1` the largest length that fits is written to `model_config.max_model_len`.
     Raises ValueError if a request of `max_model_len` does not fit. `num_gpu_blocks_override` skips the memory checks,
-    with a warning where such a request does not fit.
+    with a warning where such a request does not fit; one in which no request at all fits is refused.
     """
     if len(kv_cache_specs) != len(available_memory):
         raise ValueError(f"{len(kv_cache_specs)} ranks have specs but {len(available_memory)} have memory")
@@ -194,6 +195,7 @@ def _agree_on_num_blocks(
         return 1
     if inputs.num_blocks_override is not None:
         num_blocks = may_override_num_blocks(vllm_config, fitting)
+        require_usable_override(groups, num_blocks)
     else:
         for rank in ranks:
             if rank.bytes_per_block:
