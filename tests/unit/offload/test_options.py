@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.simple_kv_offload.capacity import blocks_for_bytes, choose_num_blocks, gpu_total_bytes
+from vllm.v1.simple_kv_offload.disk_backend import disk_file_path, kept_file_path
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.options import parse_options
 
@@ -57,6 +59,27 @@ def test_bytes_per_rank_win_with_a_warning(warnings: pytest.LogCaptureFixture) -
     assert warnings.text == ""
 
 
+def test_sizes_with_suffixes_as_on_the_command_line() -> None:
+    extra = {
+        "cpu_bytes_to_use": "64M",
+        "disk_tier": True,
+        "disk_path": "/d/kv",
+        "disk_capacity_bytes": "1.5g",
+        "max_pending_store_bytes": "2M",
+    }
+    options = parse_options(extra, world_size=1)
+    assert (options.cpu_bytes, options.disk_capacity_bytes) == (64 << 20, 1_500_000_000)
+    assert options.policy.max_pending_store_bytes == 2 << 20
+
+
+@pytest.mark.parametrize("disk_path", ["{folder}", "{folder}/"])
+def test_a_folder_as_disk_path_holds_the_files(tmp_path: Path, disk_path: str) -> None:
+    path = disk_path.format(folder=tmp_path)
+    assert disk_file_path(path, None) == f"{tmp_path}/kv.rank_0"
+    assert kept_file_path(path, bytes(8), None) == f"{tmp_path}/kv.kept-0000000000000000-0-0"
+    assert disk_file_path(f"{tmp_path}/name", None) == f"{tmp_path}/name.rank_0"
+
+
 @pytest.mark.parametrize("value", [8e9, "8000000000", 8_000_000_000])
 def test_whole_numbers_in_any_notation(value: Any) -> None:
     assert parse_options({"cpu_bytes_to_use": value}, world_size=1).cpu_bytes == 8_000_000_000
@@ -73,6 +96,12 @@ def test_whole_numbers_in_any_notation(value: Any) -> None:
         ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use .* got True"),
         ({"cpu_bytes_to_use": 1.5}, "cpu_bytes_to_use .* got 1.5"),
         ({"cpu_bytes_to_use": "8 GB"}, "cpu_bytes_to_use .* got '8 GB'"),
+        ({"cpu_bytes_to_use": "64MB"}, "cpu_bytes_to_use .* got '64MB'; a size is written as .*\"64M\""),
+        (
+            {"kv_offload_backend": "disk", "disk_path": "/tmp/a\0b"},
+            r"disk_path must not hold a NUL character, got '/tmp/a\\x00b'",
+        ),
+        ({"max_pending_store_bytes": "much"}, "max_pending_store_bytes .* got 'much'"),
         ({"cpu_bytes_to_use": 1}, "cpu_bytes_to_use=1 leaves nothing for each of 2 ranks"),
         ({"cpu_bytes_to_use_per_rank": 0}, "cpu_bytes_to_use_per_rank .* got 0"),
         ({"num_cpu_blocks": 0}, "num_cpu_blocks must be a positive int, got 0"),

@@ -16,6 +16,7 @@ from vllm.v1.simple_kv_offload.policy_options import (
     DEFAULT_POLICY,
     POLICY_KEYS,
     OffloadPolicy,
+    number_of_text,
     parse_policy,
 )
 
@@ -106,6 +107,8 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
     if is_disk and not (isinstance(disk_path, str) and disk_path):
         mode = "disk_tier=true" if disk_tier else "kv_offload_backend='disk'"
         raise ValueError(f"disk_path must name a file for {mode}, got {disk_path!r}")
+    if disk_path is not None and "\0" in disk_path:
+        raise ValueError(f"disk_path must not hold a NUL character, got {disk_path!r}")
     server_wide, per_rank = _cpu_bytes(extra, world_size)
     policy = parse_policy(extra)
     return OffloadOptions(
@@ -197,19 +200,18 @@ def _disk_bytes(extra: Mapping[str, Any]) -> int:
 
 
 def _whole(extra: Mapping[str, Any], key: str, default: int) -> int:
-    """A positive whole number; text of digits and whole floats (from JSON) are taken too."""
-    value = extra.get(key, default)
+    """A positive whole number; texts such as "8000000000" or "8G" and whole floats (from JSON) are taken too."""
+    value = number_of_text(extra.get(key, default))
     number: int | None = None
     if isinstance(value, bool):
         number = None
     elif isinstance(value, int):
         number = value
-    elif (isinstance(value, float) and value.is_integer()) or (
-        isinstance(value, str) and value.strip().isdecimal()
-    ):
+    elif isinstance(value, float) and value.is_integer():
         number = int(value)
     if number is None or number <= 0:
-        raise ValueError(f"{key} must be a positive whole number, got {value!r}")
+        hint = '; a size is written as 8000000000, "8G" or "64M"' if isinstance(value, str) else ""
+        raise ValueError(f"{key} must be a positive whole number, got {value!r}{hint}")
     return number
 
 

@@ -5,10 +5,12 @@ Owns names, bounds and defaults of these keys. It must not know sizes of a model
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.utils.human_numbers import human_readable_int
 from vllm.v1.simple_kv_offload.admission import DEFAULT_MAX_TRACKER_SIZE
 from vllm.v1.simple_kv_offload.eviction import DEFAULT_EVICTION_POLICY, eviction_queue
 
@@ -59,8 +61,18 @@ def parse_policy(extra: Mapping[str, Any]) -> OffloadPolicy:
     )
 
 
+def number_of_text(value: Any) -> Any:
+    """A text such as "64M" as the number it means (suffixes as on the command line); anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return human_readable_int(value)
+    except ArgumentTypeError:
+        return value
+
+
 def _count(extra: Mapping[str, Any], key: str, default: int, least: int) -> int:
-    value = extra.get(key, default)
+    value = number_of_text(extra.get(key, default))
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or value < least:
