@@ -143,7 +143,8 @@ class EngineArgs:
         if "max_num_batched_tokens" not in values:
             values["max_num_batched_tokens"] = limits.tokens if chunked else max(limits.tokens, max_model_len)
         if "max_num_seqs" not in values:
-            values["max_num_seqs"] = min(limits.seqs, values["max_num_batched_tokens"])
+            # At least 1: a fault of the given value is told under the name that was given.
+            values["max_num_seqs"] = max(1, min(limits.seqs, values["max_num_batched_tokens"]))
         return SchedulerConfig(
             max_model_len=max_model_len,
             is_encoder_decoder=model.is_encoder_decoder,

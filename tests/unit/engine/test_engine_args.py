@@ -274,3 +274,10 @@ def test_values_without_effect_warn(folder, caplog):
     build(folder, swa_bounded_replay=False, kv_transfer_config=transfer)
     assert "swa_bounded_replay=False has no effect" in caplog.text
     assert "kv_port=1 has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_a_bad_number_of_tokens_is_the_only_fault_told(folder, tokens):
+    with pytest.raises(ValidationError) as refused:
+        build(folder, max_num_batched_tokens=tokens)
+    assert [fault["loc"] for fault in refused.value.errors()] == [("max_num_batched_tokens",)]
