@@ -11,6 +11,7 @@ from pydantic import Field
 
 from vllm import envs
 from vllm.config import model_facts as facts
+from vllm.config.model_checks import check_config
 from vllm.config.model_dtype import TorchDType, check_dtype
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.parallel import ParallelConfig
@@ -109,6 +110,7 @@ class ModelConfig:
         self.tokenizer_revision = self.tokenizer_revision or self.revision
         self.runner_type = "generate" if self.runner == "auto" else self.runner
         self.hf_config = self._read_config()
+        check_config(self.hf_config)
         self.hf_text_config = self.hf_config.get_text_config()
         self.original_max_model_len = self.max_model_len
         self.max_model_len = self._resolve_max_model_len(self.max_model_len)

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -125,6 +126,42 @@ def test_missing_size_is_reported_with_its_names(tmp_path):
     model = ModelConfig(write_model_folder(tmp_path, hidden_size=None))
     with pytest.raises(ValueError, match="lacks hidden_size / n_embd / d_model"):
         model.get_hidden_size()
+
+
+@pytest.mark.parametrize(
+    ("extra", "fault"),
+    [
+        ({"rope_theta": 0}, "rope_theta=0 must be a positive finite number"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta=-1.0"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 0}}}, "rope_theta=0"),
+        ({"rope_scaling": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor=1.5"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be a positive finite number"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
+        ({"torch_dtype": "int8"}, "torch_dtype='int8' is not supported; supported: .*bfloat16"),
+        ({"dtype": "float7"}, "dtype='float7' is not supported"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype='float8_e4m3fn'"),
+        ({"hidden_size": -64}, "hidden_size=-64 must be a positive integer"),
+        ({"hidden_size": 64.5}, "hidden_size=64.5"),
+        ({"hidden_size": 65}, "hidden_size=65 must be an even multiple of num_attention_heads=4"),
+        ({"hidden_size": 60}, "hidden_size=60 must be an even multiple of num_attention_heads=4"),
+        ({"head_dim": 15}, "head_dim=15 must be even"),
+        ({"head_dim": -16}, "head_dim=-16 must be a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"vocab_size": True}, "vocab_size=True"),
+    ],
+)
+def test_impossible_values_of_a_checkpoint_are_refused(tmp_path, extra, fault):
+    with pytest.raises(ValueError, match=f"config.json: {fault}"):
+        ModelConfig(write_model_folder(tmp_path, **extra))
+
+
+def test_impossible_values_in_the_language_part_are_refused(tmp_path):
+    folder = write_model_folder(tmp_path, text_config={"hidden_size": 64, "rms_norm_eps": 0})
+    with pytest.raises(ValueError, match="rms_norm_eps=0"):
+        ModelConfig(folder)
+    assert ModelConfig(folder, hf_overrides={"text_config": {"rms_norm_eps": 1e-6}}).get_hidden_size() == 64
 
 
 @pytest.mark.parametrize(

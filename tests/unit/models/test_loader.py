@@ -109,6 +109,10 @@ def rewrite(folder: Path, change: Any) -> None:
             lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
             r"weight 'model\.norm\.weight' has type torch\.int8",
         ),
+        (
+            lambda w: w.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
+            r"weight 'model\.norm\.weight' has type torch\.float8_e4m3fn; .* needs plain weights",
+        ),
     ],
 )
 def test_wrong_weights_are_named(change: Any, message: str, tmp_path: Path) -> None:

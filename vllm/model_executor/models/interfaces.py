@@ -124,7 +124,8 @@ class NativeModel(nn.Module, ABC):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copies tensors into their slots; returns the slot names filled.
 
-        `ValueError` for a name the model has no place for, a wrong shape, and integers (quantised weights).
+        `ValueError` for a name the model has no place for, a wrong shape, and integers or 8-bit floats (quantised weights, whose scales
+        would be missing).
         """
         slots = dict(self.weight_slots())
         loaded: set[str] = set()
@@ -141,7 +142,7 @@ class NativeModel(nn.Module, ABC):
                 raise ValueError(
                     f"weight {name!r} has shape {tuple(tensor.shape)}, {type(self).__name__} needs {tuple(slot.shape)}"
                 )
-            if slot.is_floating_point() and not tensor.is_floating_point():
+            if slot.is_floating_point() and (not tensor.is_floating_point() or tensor.itemsize == 1):
                 raise ValueError(
                     f"weight {name!r} has type {tensor.dtype}; {type(self).__name__} needs plain weights"
                 )

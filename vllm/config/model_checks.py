@@ -1,0 +1,98 @@
+"""What a checkpoint's config record may say. Layer: L1.
+
+Owns the one place where impossible values of `config.json` are refused, before weights are read. Missing values are for
+those who need them to tell. Knows no model code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from vllm.transformers_utils.config_record import ConfigRecord
+
+_SIZES: Final = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "n_embd",
+    "n_layer",
+    "n_head",
+)
+# Any of them makes the width independent of the number of heads.
+_HEAD_SIZES: Final = ("head_dim", "head_size", "attention_head_dim", "kv_lora_rank")
+_EPSILONS: Final = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_DTYPES: Final = ("auto", "float16", "half", "bfloat16", "float32", "float", "float64", "double")
+# Records that may hold settings of the rotary embedding.
+_ROPE_RECORDS: Final = ("rope_parameters", "rope_scaling")
+
+
+def check_config(config: ConfigRecord) -> None:
+    """Refuse sizes, constants and types with which no model computes. Raises ValueError naming key and value."""
+    text = config.get_text_config()
+    for record in (config, text):
+        for key in ("dtype", "torch_dtype"):
+            _check(record, key, _is_float_type, f"is not supported; supported: {', '.join(_DTYPES)}")
+    for key in _SIZES:
+        _check(text, key, _is_size, "must be a positive integer")
+    for key in _EPSILONS:
+        _check(text, key, _is_positive, "must be a positive finite number")
+    for record in _rope_records(text):
+        _check(record, "rope_theta", _is_positive, "must be a positive finite number")
+        _check(record, "partial_rotary_factor", _is_share, "must be a number in (0, 1]")
+    _check(text, "head_dim", _is_even, "must be even: rotary embeddings turn pairs")
+    _check_implied_head(text)
+
+
+def _check(record: ConfigRecord, key: str, is_good: Callable[[object], bool], rule: str) -> None:
+    value = record.first(key)
+    if value is not None and not is_good(value):
+        raise ValueError(f"config.json: {key}={value!r} {rule}")
+
+
+def _rope_records(text: ConfigRecord) -> Iterator[ConfigRecord]:
+    yield text
+    for name in _ROPE_RECORDS:
+        record = text.get(name)
+        if isinstance(record, ConfigRecord):
+            yield record
+            # Some families have one such record per kind of layer.
+            yield from (nested for nested in record.values() if isinstance(nested, ConfigRecord))
+
+
+def _check_implied_head(text: ConfigRecord) -> None:
+    """Without a size of its own, a head is an equal share of the width."""
+    heads, width = text.first("num_attention_heads"), text.first("hidden_size")
+    if heads is None or width is None or text.first(*_HEAD_SIZES) is not None:
+        return
+    if width % heads or width // heads % 2:
+        raise ValueError(
+            f"config.json: hidden_size={width} must be an even multiple of num_attention_heads={heads}, "
+            "or head_dim must be given"
+        )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_even(value: object) -> bool:
+    return isinstance(value, int) and value % 2 == 0
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_share(value: object) -> bool:
+    return _is_positive(value) and isinstance(value, int | float) and value <= 1
+
+
+def _is_float_type(value: object) -> bool:
+    return isinstance(value, str) and value.removeprefix("torch.") in _DTYPES
