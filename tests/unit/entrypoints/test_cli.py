@@ -1,4 +1,5 @@
 import logging
+import signal
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from tests.helpers.model_folders import write_model_folder
 from vllm.config.error_text import error_text
-from vllm.entrypoints.cli import collect_env, main, serve
+from vllm.entrypoints.cli import collect_env, commands, main, serve
 from vllm.entrypoints.common import cli_args, startup
 from vllm.entrypoints.common.cli_args import (
     make_arg_parser,
@@ -18,6 +19,7 @@ from vllm.entrypoints.common.cli_args import (
 from vllm.entrypoints.common.frontend_args import FrontendArgs
 from vllm.entrypoints.openai import cli_args as facade
 from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+from vllm.utils import process_end
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineStartError
 from vllm.version import __version__
@@ -247,7 +249,7 @@ def test_an_engine_that_cannot_start_is_one_line(monkeypatch, capsys):
     def failing(argv):
         raise EngineStartError("The engine core could not start: the port is taken")
 
-    monkeypatch.setattr(main, "resolve_object", lambda target: failing)
+    monkeypatch.setattr(commands, "resolve_object", lambda target: failing)
     assert main.main(["serve"]) == 1
     assert (
         capsys.readouterr().err == "vllm serve: error: The engine core could not start: the port is taken\n"
@@ -258,7 +260,7 @@ def test_interrupts_end_with_their_status(monkeypatch):
     def interrupted(argv):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "resolve_object", lambda target: interrupted)
+    monkeypatch.setattr(commands, "resolve_object", lambda target: interrupted)
     assert main.main(["chat"]) == 130
 
 
@@ -336,7 +338,9 @@ def test_many_faults_are_told_up_to_ten():
 
 
 @pytest.mark.parametrize(("name", "ends"), [("serve", [7]), ("chat", [])])
-def test_only_the_serving_program_ends_without_the_interpreters_farewell(monkeypatch, name, ends):
+def test_only_the_serving_program_ends_without_the_interpreters_farewell(
+    monkeypatch, kept_interrupt, name, ends
+):
     ended = []
     monkeypatch.setattr(main, "resolve_object", lambda target: lambda argv: 7)
     monkeypatch.setattr(main, "end_process", ended.append)
@@ -344,3 +348,45 @@ def test_only_the_serving_program_ends_without_the_interpreters_farewell(monkeyp
     assert main.main() == 7
     assert main.main([name]) == 7
     assert ended == ends
+
+
+# --- interrupts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept_interrupt():
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_raises_only_once_there_is_something_to_release(kept_interrupt):
+    process_end.end_at_interrupt()
+    process_end.raise_at_interrupt()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process_end.raise_at_interrupt()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("moment", ["vllm.entrypoints.cli.commands", "vllm.entrypoints.openai.api_server"])
+def test_an_interrupt_while_the_program_loads_ends_it_in_silence(tmp_path, moment, background):
+    folder = write_model_folder(tmp_path / "m")
+    code = (
+        "import os, signal, sys\n"
+        f"signal.signal(signal.SIGINT, signal.{'SIG_IGN' if background else 'default_int_handler'})\n"
+        "from vllm.entrypoints.cli.main import main\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {moment!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"sys.argv = ['vllm', 'serve', {folder!r}]\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr

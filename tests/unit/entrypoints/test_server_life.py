@@ -94,6 +94,20 @@ async def test_the_death_of_the_engine_ends_the_server_with_an_error(args, tmp_p
     sock.close()
 
 
+async def test_an_engine_that_ends_by_the_same_signal_is_no_failure(args, tmp_path, monkeypatch):
+    async def dies(engine):
+        engine.dead = True
+
+    monkeypatch.setattr(api_server, "_end_requests", dies)
+    app = App(tmp_path, says("x"))
+    task, sock = await start(args, app)
+    await until_ready(f"http://127.0.0.1:{args.port}")
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await asyncio.wait_for(task, 10) == 0
+    assert app.engine.dead
+    sock.close()
+
+
 async def test_the_server_may_outlive_its_engine(args, tmp_path, monkeypatch):
     monkeypatch.setattr(api_server, "HEALTH_INTERVAL_S", 0.02)
     monkeypatch.setenv("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")

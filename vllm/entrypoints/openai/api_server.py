@@ -53,6 +53,7 @@ from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.ids import random_uuid
+from vllm.utils.process_end import raise_at_interrupt
 from vllm.utils.registry import resolve_object
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -292,13 +293,19 @@ async def serve_app(args: argparse.Namespace, app: FastAPI, sock: socket.socket)
     asyncio.get_running_loop().set_exception_handler(AcceptFailures())
     server = Server(config)
     tasks = [asyncio.create_task(_watch(server, engine, _address(args)))]
-    _stop_on_signals(server, lambda: tasks.append(asyncio.create_task(_end_requests(engine))))
+    errored: list[bool] = []
+
+    def on_stop() -> None:
+        errored.append(engine.errored)  # what Ctrl-C does to the engine's process from now on is no failure
+        tasks.append(asyncio.create_task(_end_requests(engine)))
+
+    _stop_on_signals(server, on_stop)
     try:
         await server.serve(sockets=[sock])
     finally:
         for task in tasks:
             task.cancel()
-    return 1 if engine.errored else 0
+    return 1 if (errored or [engine.errored])[0] else 0
 
 
 def _address(args: argparse.Namespace) -> str:
@@ -374,8 +381,9 @@ def run_server(args: argparse.Namespace) -> int:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     vllm_config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     sock = bind_socket(args)
-    # Until the server handles signals itself, one of them must still end the engine's process.
+    # Until the server handles signals itself, each of them must still end the engine's process.
     signal.signal(signal.SIGTERM, _raise_exit)
+    raise_at_interrupt()
     engine = AsyncLLM.from_vllm_config(
         vllm_config,
         usage_context=UsageContext.OPENAI_API_SERVER,

@@ -109,7 +109,12 @@ class SpawnedCore:
             "VLLM_LOGGING_PREFIX": f"{envs.VLLM_LOGGING_PREFIX}(EngineCore {start.engine_index}) ",
         }
         command = [sys.executable, "-m", "vllm.v1.engine.core_main"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        # Ctrl-C reaches the whole group: while the child still imports it waits until the child can mind it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         assert self._process.stdin is not None
         self._process.stdin.write(len(payload).to_bytes(8, "little") + payload)

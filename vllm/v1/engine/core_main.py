@@ -133,6 +133,7 @@ def _signals(core: EngineCoreProc) -> Iterator[None]:
         core.request_shutdown()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back since the start
     try:
         yield
     finally:
