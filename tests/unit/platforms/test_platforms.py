@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -100,3 +101,24 @@ def test_the_environment_sizes_the_kv_cache_unless_bytes_are_given(monkeypatch) 
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
     with pytest.raises(ValueError, match="VLLM_CPU_KVCACHE_SPACE=0.0 must be a positive"):
         VllmConfig()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "users", "expected"),
+    [
+        ("GenuineIntel", "sse2 avx2 avx512f", None, "AVX512,STRICT"),
+        ("GenuineIntel", "sse2 avx2", None, "AVX2,STRICT"),
+        ("GenuineIntel", "sse2 avx2", "AUTO", "AUTO"),
+        ("AuthenticAMD", "sse2 avx2", None, None),
+    ],
+)
+def test_the_order_of_sums_is_fixed_where_that_is_quick_and_the_user_has_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, users: str | None, expected: str | None
+) -> None:
+    text = f"vendor_id\t: {vendor}\nflags\t\t: {flags}\n\n"
+    monkeypatch.setattr(cpu_module.Path, "read_text", lambda _: text)
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    if users is not None:
+        monkeypatch.setenv("MKL_CBWR", users)
+    CpuPlatform.fix_order_of_sums()
+    assert os.environ.get("MKL_CBWR") == expected

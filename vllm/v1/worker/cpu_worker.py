@@ -52,8 +52,10 @@ class CPUWorker(ModelWorker):
         self.model_runner = CPUModelRunner(vllm_config, self.device)
 
     def init_device(self) -> None:
-        """Seed the generators; the device needs nothing."""
+        """Seed the generators and, for fp32, make results independent of the batch; the device needs nothing."""
         assert self.vllm_config.model_config is not None
+        if self.vllm_config.model_config.dtype == torch.float32:
+            CpuPlatform.fix_order_of_sums()
         set_random_seed(self.vllm_config.model_config.seed)
         logger.info("CPU worker: %d threads", torch.get_num_threads())
 
