@@ -31,6 +31,7 @@ class CheckedParams(Protocol):
     seed: int | None
     stop: str | list[str] | None
     stop_token_ids: list[int] | None
+    ignore_eos: bool
     max_tokens: int | None
     min_tokens: int
     logprobs: int | None
@@ -38,7 +39,13 @@ class CheckedParams(Protocol):
     prompt_logprob_token_ids: list[int] | None
     prompt_logprob_start: int | None
     logprob_token_ids: list[int] | None
+    flat_logprobs: bool
     detokenize: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    include_stop_str_in_output: bool
+    skip_clone: bool
+    skip_reading_prefix_cache: bool | None
     stream_interval: int | None
     logit_bias: dict[int, float] | None
     allowed_token_ids: list[int] | None
@@ -128,6 +135,25 @@ def check_repetition_detection(max_pattern_size: int, min_pattern_size: int, min
         )
     if max_pattern_size > 0 and min_count < 2:
         raise _refuse("repetition_detection.min_count", min_count, "must be at least 2")
+
+
+def check_flags(params: CheckedParams) -> None:
+    """Flags are booleans: a text such as "false" would count as true."""
+    for name, value in (
+        ("ignore_eos", params.ignore_eos),
+        ("flat_logprobs", params.flat_logprobs),
+        ("detokenize", params.detokenize),
+        ("skip_special_tokens", params.skip_special_tokens),
+        ("spaces_between_special_tokens", params.spaces_between_special_tokens),
+        ("include_stop_str_in_output", params.include_stop_str_in_output),
+        ("skip_clone", params.skip_clone),
+    ):
+        if not isinstance(value, bool):
+            raise _refuse(name, value, "must be true or false")
+    if not isinstance(params.skip_reading_prefix_cache, bool | None):
+        raise _refuse(
+            "skip_reading_prefix_cache", params.skip_reading_prefix_cache, "must be true, false or None"
+        )
 
 
 def check_numbers(params: CheckedParams) -> None:

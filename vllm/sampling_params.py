@@ -146,12 +146,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         return self if self.skip_clone else copy.deepcopy(self)
 
     def __post_init__(self) -> None:
+        checks.check_flags(self)
         self._normalise()
         checks.check_numbers(self)
         checks.check_tokens_and_texts(self)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise VLLMValidationError(
                 "structured_outputs must be StructuredOutputsParams", parameter="structured_outputs"
+            )
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise VLLMValidationError(
+                f"output_kind must be a RequestOutputKind, got {self.output_kind!r}",
+                parameter="output_kind",
+                value=self.output_kind,
             )
         if self.stop and not self.include_stop_str_in_output:
             self.output_text_buffer_length = max(map(len, self.stop)) - 1

@@ -55,6 +55,9 @@ def test_defaults():
         ("seed", 2**63), ("seed", 1.5), ("stop", [""]), ("stop", [3]), ("stop_token_ids", ["a"]), ("max_tokens", 0), ("min_tokens", -1),
         ("min_tokens", 17), ("logprobs", -2), ("prompt_logprobs", -2), ("stream_interval", 0), ("logit_bias", {"AI": -100}),
         ("logit_bias", {3: "x"}), ("logit_bias", [1]), ("allowed_token_ids", []), ("bad_words", [" "]), ("extra_args", [1]),
+        ("ignore_eos", "yes"), ("flat_logprobs", 1), ("detokenize", "false"), ("skip_special_tokens", 0),
+        ("spaces_between_special_tokens", None), ("include_stop_str_in_output", "x"), ("skip_clone", 1),
+        ("skip_reading_prefix_cache", "no"), ("output_kind", 2),
     ],
 )  # fmt: skip
 def test_bad_value_is_refused_naming_the_field(field, value):

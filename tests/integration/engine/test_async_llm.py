@@ -122,6 +122,15 @@ async def test_abort_by_id_gives_a_last_output(engine: AsyncLLM) -> None:
     assert outputs[-1].outputs[0].token_ids
 
 
+@pytest.mark.parametrize("wrong", [None, 5, ["a", None]])
+async def test_abort_of_what_is_no_id_is_refused(engine: AsyncLLM, wrong: Any) -> None:
+    with pytest.raises(
+        VLLMValidationError, match="request_id must be a text or a list of texts, got (None|5)"
+    ):
+        await engine.abort(wrong)
+    await engine.abort(["nobody"])
+
+
 async def test_sch_09_equal_ids_do_not_meet(engine: AsyncLLM) -> None:
     both = await asyncio.gather(*[collect(engine, [5, 6], greedy(10), "test-0") for _ in range(2)])
     assert [list(outputs[-1].outputs[0].token_ids) for outputs in both] == [

@@ -75,6 +75,14 @@ async def test_tool_calls_of_a_message_are_a_list(app, calls):
     assert (error["code"], error["param"]) == (400, "messages")
 
 
+@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"])
+async def test_flags_among_the_parameters_are_booleans(app, name):
+    error = await app.error("/inference/v1/generate", {"token_ids": [5], "sampling_params": {name: "yes"}})
+    assert (error["code"], error["param"]) == (400, "sampling_params")
+    assert name in error["message"]
+    assert app.engine.calls == []
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("_bad_words_token_ids", [[]]), ("_eos_token_id", 5), ("output_text_buffer_length", 9)],

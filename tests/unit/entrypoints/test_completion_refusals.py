@@ -47,6 +47,8 @@ BAD = {
     "two constraints": ({"prompt": "a", "structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
     "both constraints": ({"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": JSON_OBJECT}, "structured_outputs"),
     "schema": ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
+    "flag": ({"prompt": "a", "ignore_eos": "perhaps"}, "ignore_eos"),
+    "flag of the text": ({"prompt": "a", "skip_special_tokens": [1]}, "skip_special_tokens"),
     "repetition": ({"prompt": "a", "repetition_detection": {"x": 1}}, "repetition_detection"),
     "budget": ({"prompt": "a", "thinking_token_budget": 1.5}, "thinking_token_budget"),
 }  # fmt: skip

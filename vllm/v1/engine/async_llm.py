@@ -238,8 +238,23 @@ class AsyncLLM(AsyncControl):
         yield self.intake.prepare(request_id, prompt, pooling_params, **options)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """End requests by the callers' ids (or by internal ones). Their readers get a last output, reason "abort"."""
-        self._abort_now([request_id] if isinstance(request_id, str) else list(request_id), internal)
+        """End requests by the callers' ids (or by internal ones). Their readers get a last output, reason "abort".
+
+        Ids of no request are ignored. Raises VLLMValidationError for what is no id.
+        """
+        ids = (
+            [request_id]
+            if isinstance(request_id, str) or not isinstance(request_id, Iterable)
+            else list(request_id)
+        )
+        for each in ids:
+            if not isinstance(each, str):
+                raise VLLMValidationError(
+                    f"request_id must be a text or a list of texts, got {each!r}",
+                    parameter="request_id",
+                    value=each,
+                )
+        self._abort_now(ids, internal)
 
     def _abort_now(self, request_ids: list[str], internal: bool) -> None:
         ids = self.output_processor.abort_requests(request_ids, internal)
