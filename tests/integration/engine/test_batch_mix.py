@@ -40,7 +40,8 @@ def test_the_batch_does_not_show_in_the_answer(name: str) -> None:
         engine.shutdown()
     for alone, mixed in zip(solo, together, strict=True):
         assert alone.token_ids == mixed.token_ids
-        assert alone.logprobs is not None and mixed.logprobs is not None
+        assert alone.logprobs is not None
+        assert mixed.logprobs is not None
         for left, right in zip(alone.logprobs, mixed.logprobs, strict=True):
             shared = left.keys() & right.keys()
             assert len(shared) >= 4
