@@ -16,6 +16,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.intake import FOLLOW_SLICE
 
 FLAKY = "tests.helpers.faulty_executors.PoisonedExecutor"
 LONG = 200
@@ -129,6 +130,45 @@ async def test_abort_of_what_is_no_id_is_refused(engine: AsyncLLM, wrong: Any) -
     ):
         await engine.abort(wrong)
     await engine.abort(["nobody"])
+
+
+def many(n: int) -> SamplingParams:
+    return SamplingParams(n=n, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+async def test_others_have_their_turn_while_many_samples_are_followed(engine: AsyncLLM) -> None:
+    task = asyncio.ensure_future(collect(engine, [5] * 4, many(FOLLOW_SLICE * 5), "many"))
+    seen = []
+    while len(engine.output_processor.request_states) < FOLLOW_SLICE * 5:
+        await asyncio.sleep(0)
+        seen.append(len(engine.output_processor.request_states))
+    assert len(set(seen)) >= 4  # the first two slices come together
+    (output,) = await task
+    assert [sample.index for sample in output.outputs] == list(range(FOLLOW_SLICE * 5))
+    assert all(sample.finish_reason == "length" for sample in output.outputs)
+
+
+@pytest.mark.parametrize("followed", [1, 5])
+async def test_samples_aborted_while_they_are_followed_or_sent_never_run(
+    engine: AsyncLLM, followed: int
+) -> None:
+    task = asyncio.ensure_future(collect(engine, [5] * 4, many(FOLLOW_SLICE * 5), "many"))
+    while len(engine.output_processor.request_states) < FOLLOW_SLICE * followed:
+        await asyncio.sleep(0)
+    await engine.abort("many")
+    (output,) = await asyncio.wait_for(task, 10)
+    assert output.finished
+    assert {sample.finish_reason for sample in output.outputs} == {"abort"}
+
+
+async def test_cancelling_while_samples_are_followed_leaves_nothing(engine: AsyncLLM) -> None:
+    task = asyncio.ensure_future(collect(engine, [5] * 4, many(FOLLOW_SLICE * 5), "many"))
+    while not engine.output_processor.request_states:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not engine.output_processor.request_states
 
 
 async def test_sch_09_equal_ids_do_not_meet(engine: AsyncLLM) -> None:

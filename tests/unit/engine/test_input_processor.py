@@ -18,7 +18,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.transformers_utils.tokenizer import tokenizer_from_config
 from vllm.v1.engine.input_processor import PROMPT_LOGPROB_ENTRIES_MAX, InputProcessor
-from vllm.v1.engine.intake import RequestIntake
+from vllm.v1.engine.intake import FOLLOW_SLICE, RequestIntake
 from vllm.v1.engine.output_collector import RequestOutputCollector
 
 LIMIT = 256
@@ -217,6 +217,21 @@ def test_sch_13_admission_is_all_or_nothing() -> None:
     assert intake.admission.rejections == {"max_num_queued_reqs": 1, "max_num_queued_tokens": 0}
     intake.output_processor.abort_requests(["a"], internal=False)
     assert len(follow(intake, "b", n=4)) == 4
+
+
+def test_children_aborted_while_they_are_followed_end_the_following() -> None:
+    intake = make_intake()
+    params = SamplingParams(n=FOLLOW_SLICE * 3, temperature=1.0)
+    text, request = intake.prepare("a", "hello", params)
+    collector = RequestOutputCollector(params.output_kind, request.request_id)
+    slices = intake.follow_in_slices(text, request, collector)
+    assert [len(next(slices)), len(next(slices))] == [FOLLOW_SLICE, FOLLOW_SLICE]
+    assert intake.output_processor.is_followed(request.request_id)
+    aborted = intake.output_processor.abort_requests(["a"], internal=False)
+    assert len(aborted) == FOLLOW_SLICE * 2
+    assert list(slices) == []
+    assert not intake.output_processor.has_unfinished_requests()
+    assert not intake.output_processor.parent_requests
 
 
 def test_waiting_prompt_tokens_are_bounded_but_an_empty_queue_takes_any_prompt() -> None:

@@ -204,8 +204,12 @@ class AsyncLLM(AsyncControl):
             request.sampling_params.output_kind if request.sampling_params else RequestOutputKind.FINAL_ONLY
         )
         collector = RequestOutputCollector(kind, request.request_id)
-        messages = self.intake.follow(prompt_text or text, request, collector)
+        slices = self.intake.follow_in_slices(prompt_text or text, request, collector)
+        messages = next(slices)  # refusals come here, before anything is followed
         try:
+            for further in slices:
+                messages += further
+                await asyncio.sleep(0)
             await self._send(messages)
         except BaseException:
             self._abort_now([request.request_id], internal=True)
@@ -227,7 +231,9 @@ class AsyncLLM(AsyncControl):
 
     async def _send(self, messages: Iterable[EngineCoreRequest]) -> None:
         for number, message in enumerate(messages, 1):
-            await self.engine_core.add_request_async(message)
+            # It may have been aborted, or the engine have died, while others had their turn.
+            if self.output_processor.is_followed(message.request_id):
+                await self.engine_core.add_request_async(message)
             if number % SEND_CHUNK == 0:
                 await asyncio.sleep(0)
 

@@ -1,11 +1,12 @@
 """From a caller's request to messages for the core, for both engines.  Layer L7.
 
 Owns the order: check and tokenise, admit, give ids, split n > 1, follow in the output processor. Either all children of a
-request are followed or none. Must not know how messages are sent.
+request are followed when it is sent, or none. Must not know how messages are sent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -18,6 +19,9 @@ from vllm.v1.engine.output_collector import RequestOutputCollector
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.messages import EngineCoreRequest
+
+# Children of one request followed at a time; each takes some tenths of a millisecond.
+FOLLOW_SLICE = 32
 
 
 class RequestIntake:
@@ -49,8 +53,15 @@ class RequestIntake:
     def follow(
         self, text: str | None, request: EngineCoreRequest, queue: RequestOutputCollector | None
     ) -> list[EngineCoreRequest]:
-        """Admit the request and follow it; returns the messages to send.
+        """Admit the request and follow it; returns the messages to send. Raises as `follow_in_slices` does."""
+        return [message for part in self.follow_in_slices(text, request, queue) for message in part]
 
+    def follow_in_slices(
+        self, text: str | None, request: EngineCoreRequest, queue: RequestOutputCollector | None
+    ) -> Iterator[list[EngineCoreRequest]]:
+        """As `follow`, some children at a time: a loop may serve others in between. Send when all are followed.
+
+        Ends early if the request was aborted in between: then there is nothing to send (`OutputProcessor.is_followed`).
         Raises QueueOverflowError or MaxQueuedTokensError if too much waits, VLLMValidationError for an id in use.
         """
         params = request.sampling_params
@@ -64,14 +75,18 @@ class RequestIntake:
             )
         if children == 1:
             self.output_processor.add_request(request, text, None, 0, queue)
-            return [request]
+            yield [request]
+            return
         parent = ParentRequest(request)
-        messages = []
-        for index in range(children):
-            child = _child(request, parent, index)
-            self.output_processor.add_request(child, text, parent, index, queue)
-            messages.append(child)
-        return messages
+        for start in range(0, children, FOLLOW_SLICE):
+            messages = []
+            for index in range(start, min(start + FOLLOW_SLICE, children)):
+                child = _child(request, parent, index)
+                self.output_processor.add_request(child, text, parent, index, queue)
+                messages.append(child)
+            yield messages
+            if not self.output_processor.is_followed(request.request_id):
+                return
 
     def _admit(self, request: EngineCoreRequest, children: int) -> None:
         if not self.admission.is_limited:

@@ -62,6 +62,10 @@ class OutputProcessor:
         """True for the internal or external id of a living request."""
         return request_id in self.request_states or request_id in self.external_req_ids
 
+    def is_followed(self, request_id: str) -> bool:
+        """True for the internal id of a living request, or of one whose children live."""
+        return request_id in self.request_states or request_id in self.parent_requests
+
     def get_num_queued_requests(self) -> int:
         """Requests that have not given a token yet."""
         return sum(state.is_prefilling for state in self.request_states.values())
