@@ -177,7 +177,11 @@ class LLM:
         return request_id
 
     def wait_for_completion(self, *, use_tqdm: bool | Callable[..., tqdm[Any]] = True) -> list[RequestOutput]:
-        """Answers to everything queued, in the order it was queued. Interrupting it aborts what is left."""
+        """Answers to everything queued, in the order it was queued. Interrupting it aborts what is left.
+
+        RuntimeError while the engine sleeps and keeps them.
+        """
+        self.llm_engine.check_kept()
         order, self._order = self._order, []
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         outputs: dict[str, RequestOutput] = {}

@@ -249,6 +249,20 @@ def test_a_sleeping_engine_refuses_prompts(llm):
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
 
 
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_what_was_queued_before_a_sleep_can_be_had(llm, mode):
+    llm.enqueue(["a", "b"], GREEDY)
+    llm.sleep(0, mode=mode)
+    if mode == "keep":
+        with pytest.raises(RuntimeError, match=r"paused.* wake_up\(\)"):
+            llm.wait_for_completion(use_tqdm=False)
+        llm.wake_up()
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    reason = {"keep": "length", "abort": "abort"}[mode]
+    assert [output.outputs[0].finish_reason for output in outputs] == [reason] * 2
+    llm.wake_up()
+
+
 def test_a_sleeping_engine_in_a_process_of_its_own_refuses_prompts(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with LLM.from_engine_args(engine_args()) as made:

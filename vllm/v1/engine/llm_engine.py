@@ -55,7 +55,8 @@ class LLMEngine:
             log_stats,
         )
         self.multiprocess_mode = multiprocess_mode
-        self._may_be_paused = False  # only then is the core asked before requests are taken
+        # How the engine was paused last; only if it was, the core is asked before requests are taken.
+        self._pause_mode: str | None = None
         self._clock = MonotonicClock()
         self.logger_manager: StatLoggerManager | None = None
         if log_stats:
@@ -201,15 +202,21 @@ class LLMEngine:
 
     def check_running(self) -> None:
         """Raise RuntimeError if the engine sleeps or is paused: who waited for a request would wait for ever."""
-        if not self._may_be_paused:
+        if self._pause_mode is None:
             return
-        self._may_be_paused = self.is_paused()
-        if self._may_be_paused:
+        if not self.is_paused():
+            self._pause_mode = None
+        else:
             state = "asleep" if self.is_sleeping() else "paused"
             raise RuntimeError(f"the engine is {state} and answers no request: call wake_up() first")
 
+    def check_kept(self) -> None:
+        """Raise as `check_running` if requests were left as they are by a pause; aborted ones give their last output."""
+        if self._pause_mode == "keep" and self.has_unfinished_requests():
+            self.check_running()
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        self._may_be_paused = True
+        self._pause_mode = mode
         self.engine_core.call_utility("sleep", level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -219,11 +226,11 @@ class LLMEngine:
         return bool(self.engine_core.call_utility("is_sleeping"))
 
     def release_kv_cache_memory(self) -> None:
-        self._may_be_paused = True
+        self._pause_mode = self._pause_mode or "abort"
         self.engine_core.call_utility("release_kv_cache_memory")
 
     def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        self._may_be_paused = True
+        self._pause_mode = mode
         self.engine_core.call_utility("pause_scheduler", mode, clear_cache)
 
     def resume_generation(self) -> None:
