@@ -290,6 +290,14 @@ class TestFineGrained:
             assert bool(offered) == (chunk == 3), "offered once one has moved to its copy"
             assert running.isdisjoint(block for states in offered.values() for _, block, _ in states)
 
+    def test_a_state_beyond_what_is_confirmed_is_no_state_of_that_prefix(self, kv: KVCacheManager) -> None:
+        first = self.prefill(kv, "a", range(55), 48)
+        kv.new_step_starts()
+        assert step(kv, first, 7)  # in flight when the request is aborted
+        kv.coordinator.cache_frontier(first, 52)
+        running = kv.block_pool.blocks[state_table(kv, "a", 1)[-1]]
+        assert 52 not in [covered for _, covered in kv.block_pool.get_keys(running)]
+
     def test_tails_are_named_at_finish(self, kv: KVCacheManager) -> None:
         first = self.prefill(kv, "a", range(55), 48, 4)
         row, state = kv.get_block_ids("a")[0][3], state_table(kv, "a", 1)[3]

@@ -323,7 +323,10 @@ class MambaManager(SingleTypeKVCacheManager):
         request_id = request.request_id
         blocks = self.req_to_blocks[request_id]
         wanted = partial_boundaries(boundaries, self.block_pool.hash_block_size, self.block_size)
-        candidates = [(num_tokens, num_tokens // self.block_size)]
+        candidates = []
+        # A step in flight takes the running state beyond what is confirmed: then it is no state of that prefix.
+        if self._state_position.get(request_id) == num_tokens:
+            candidates.append((num_tokens, num_tokens // self.block_size))
         if request_id in self._checkpoints:
             candidates.append(self._checkpoints[request_id])
         for position, column in candidates:
