@@ -184,6 +184,8 @@ def check_numbers(params: CheckedParams) -> None:
     for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if number is not None:
             _integer(name, number, -1)
+    if params.prompt_logprob_start is not None:
+        _integer("prompt_logprob_start", params.prompt_logprob_start, 0)
     if params.stream_interval is not None:
         _integer("stream_interval", params.stream_interval, 1)
     if params.seed is not None:
@@ -214,6 +216,7 @@ def check_tokens_and_texts(params: CheckedParams) -> None:
         ("prompt_logprob_token_ids", params.prompt_logprob_token_ids),
         ("logprob_token_ids", params.logprob_token_ids),
         ("allowed_token_ids", params.allowed_token_ids),
+        ("trace_decode_token_ids", params.trace_decode_token_ids),
     ):
         for token_id in ids or ():
             if isinstance(token_id, bool) or not isinstance(token_id, int):

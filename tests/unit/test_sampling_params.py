@@ -58,6 +58,7 @@ def test_defaults():
         ("ignore_eos", "yes"), ("flat_logprobs", 1), ("detokenize", "false"), ("skip_special_tokens", 0),
         ("spaces_between_special_tokens", None), ("include_stop_str_in_output", "x"), ("skip_clone", 1),
         ("skip_reading_prefix_cache", "no"), ("output_kind", 2),
+        ("prompt_logprob_start", "x"), ("prompt_logprob_start", -1), ("trace_decode_token_ids", ["x"]),
     ],
 )  # fmt: skip
 def test_bad_value_is_refused_naming_the_field(field, value):
