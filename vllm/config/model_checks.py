@@ -39,8 +39,11 @@ def check_config(config: ConfigRecord) -> None:
     for record in (config, text):
         for key in ("dtype", "torch_dtype"):
             _check(record, key, _is_float_type, f"is not supported; supported: {', '.join(_DTYPES)}")
+    # In latent attention head_dim is the part that is turned: none of it in a model without positions.
+    has_no_head_dim = text.first("head_dim") == 0 and text.first("kv_lora_rank") is not None
     for key in _SIZES:
-        _check(text, key, _is_size, "must be a positive integer")
+        if not (key == "head_dim" and has_no_head_dim):
+            _check(text, key, _is_size, "must be a positive integer")
     for key in _EPSILONS:
         _check(text, key, _is_positive, "must be a positive finite number")
     for record in _rope_records(text):

@@ -105,6 +105,7 @@ def test_latent_cache(tmp_path):
 
 
 def test_explicit_head_size_and_other_spellings(tmp_path):
+    ModelConfig(write_model_folder(tmp_path / "nope", kv_lora_rank=32, qk_rope_head_dim=0, head_dim=0))
     model = ModelConfig(write_model_folder(tmp_path / "a", head_dim=32))
     assert model.get_head_size() == 32
     gpt = write_model_folder(
@@ -148,6 +149,7 @@ def test_missing_size_is_reported_with_its_names(tmp_path):
         ({"hidden_size": 60}, "hidden_size=60 must be an even multiple of num_attention_heads=4"),
         ({"head_dim": 15}, "head_dim=15 must be even"),
         ({"head_dim": -16}, "head_dim=-16 must be a positive integer"),
+        ({"head_dim": 0}, "head_dim=0 must be a positive integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"vocab_size": True}, "vocab_size=True"),
     ],
