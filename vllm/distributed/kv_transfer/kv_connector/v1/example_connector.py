@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
+STORAGE_KEY = "shared_storage_path"
 DEFAULT_STORAGE_PATH = "/tmp"
 TENSOR_NAME = "kv"
 
@@ -103,20 +105,37 @@ class ExampleConnector(KVConnectorBase_V1):
         block_size = vllm_config.cache_config.block_size
         if block_size is None:
             raise ValueError("ExampleConnector needs cache_config.block_size")
-        if vllm_config.parallel_config.world_size > 1:
-            # The ranks' shards would share one name.
-            raise ValueError(
-                f"ExampleConnector works with one worker, got world_size={vllm_config.parallel_config.world_size}"
-            )
+        self.check_config(vllm_config)
         self._block_size = block_size
         self._storage = Path(
-            self._kv_transfer_config.get_from_extra_config("shared_storage_path", DEFAULT_STORAGE_PATH)
+            self._kv_transfer_config.get_from_extra_config(STORAGE_KEY, DEFAULT_STORAGE_PATH)
         )
         self._to_load: dict[str, Request] = {}
         self._to_store: dict[str, _Prompt] = {}
         self._kv_caches: dict[str, torch.Tensor] = {}
         # Folder of a prefix → the temporary folder its layers are collected in.
         self._collecting: dict[Path, Path] = {}
+
+    @classmethod
+    def check_config(cls, vllm_config: VllmConfig) -> None:
+        if vllm_config.parallel_config.world_size > 1:
+            # The ranks' shards would share one name.
+            raise ValueError(
+                f"ExampleConnector works with one worker, got world_size={vllm_config.parallel_config.world_size}"
+            )
+        transfer_config = vllm_config.kv_transfer_config
+        extra = {} if transfer_config is None else transfer_config.kv_connector_extra_config
+        for key in extra:
+            if key != STORAGE_KEY:
+                hint = (
+                    f" (did you mean {STORAGE_KEY!r}?)" if get_close_matches(str(key), [STORAGE_KEY]) else ""
+                )
+                raise ValueError(
+                    f"Unknown key in kv_connector_extra_config of ExampleConnector: {key!r}{hint}"
+                )
+        path = extra.get(STORAGE_KEY, DEFAULT_STORAGE_PATH)
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"{STORAGE_KEY} must name a folder, got {path!r}")
 
     # -- worker half --------------------------------------------------------------------------
 
