@@ -23,7 +23,7 @@ from vllm.v1.core.block_hash import (
 from vllm.v1.core.invariants import check_invariants
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.request import RequestStatus
 
 
@@ -152,6 +152,32 @@ def test_pfx_02_a_request_that_went_wrong_leaves_nothing_to_hit() -> None:
     kv.new_step_starts()
     assert kv.get_computed_blocks(request("b", range(8), hash_block=4))[1] == 0
     check_invariants(kv, at_rest=True)
+
+
+@pytest.mark.parametrize("specs", [[window(4, 8)], [mamba(4)], [full(4), mamba(4)], [full(4), window(4, 8)]])
+def test_pfx_02_states_and_windows_left_behind_by_it_are_no_hit_either(specs: list[KVCacheSpec]) -> None:
+    kv = manager(60, *specs)
+    bad = request("bad", range(39), hash_block=4)
+    admit(kv, bad, 8)
+    for num_new in (8, 8, 8, 7):
+        kv.new_step_starts()
+        step(kv, bad, num_new)
+    kv.free(bad)  # as a preempted request, whose last result was still under way
+    kv.forget_content(bad)
+    kv.new_step_starts()
+    assert len(kv.block_pool.cached_block_hash_to_block) == 0
+    check_invariants(kv, at_rest=True)
+
+
+def test_forgetting_a_request_spares_what_follows_another_start() -> None:
+    kv = manager(40, full(4))
+    for name, tokens in (("bad", range(16)), ("good", range(50, 66))):
+        req = request(name, tokens, hash_block=4)
+        admit(kv, req)
+        kv.free(req)
+    kv.forget_content(request("bad", range(16), hash_block=4))
+    assert kv.get_computed_blocks(request("a", range(17), hash_block=4))[1] == 0
+    assert kv.get_computed_blocks(request("b", range(50, 67), hash_block=4))[1] == 16
 
 
 def test_divergence_of_rows_and_states_is_told_to_connectors() -> None:

@@ -16,8 +16,11 @@ from tests.helpers.sched import (
     make_scheduler,
     mamba,
     ring,
+    window,
 )
 from tests.helpers.sched_connector import prompt, with_connector
+from vllm.v1.core.sched.results import NAN_LOGITS
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -395,4 +398,18 @@ def test_val_10_a_request_with_nan_logits_ends_alone_and_leaves_no_cache() -> No
     assert driver.outputs["good"] == expected_output(prompt(21, 1), 4)
     again = make_request(scheduler, "again", prompt(20))
     assert scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 0
+    driver.assert_at_rest()
+
+
+@pytest.mark.parametrize("specs", [[window()], [mamba()], [full(), mamba()], [full(), window()]])
+def test_val_10_what_a_request_with_nan_logits_left_behind_is_not_found(specs: list[KVCacheSpec]) -> None:
+    driver = Driver(make_scheduler(specs, 60, max_num_batched_tokens=8))
+    manager = driver.scheduler.kv_cache_manager
+    driver.add("bad", prompt(39), max_tokens=4)
+    for _ in range(4):
+        driver.step()
+    driver.worker.corrupt.add("bad")  # only the chunk that ends the prompt has logits
+    driver.run()
+    assert driver.ends["bad"].error == NAN_LOGITS
+    assert len(manager.block_pool.cached_block_hash_to_block) == 0
     driver.assert_at_rest()

@@ -76,6 +76,17 @@ class BlockHashToBlockMap:
         lacks, last = look_ahead(queue, depth, self._cache)
         return not lacks, last
 
+    def ids_under(self, keys: Iterable[BlockHashWithGroupId]) -> list[int]:
+        """Ids of all blocks that are registered under one of the keys, ascending."""
+        found: set[int] = set()
+        for key in keys:
+            entry = self._cache.get(key)
+            if isinstance(entry, dict):
+                found.update(entry)
+            elif entry is not None:
+                found.add(entry.block_id)
+        return sorted(found)
+
     def contain(self, key: BlockHashWithGroupId, block_id: int) -> bool:
         """Whether this very block is registered under `key`."""
         entry = self._cache.get(key)

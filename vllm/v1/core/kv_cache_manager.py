@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from vllm.distributed.kv_event_types import AnyKVCacheEvent
 from vllm.utils.checks import check
 from vllm.utils.math_utils import cdiv, round_down
+from vllm.v1.core.block_hash import make_block_hash_with_group_id
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock, KVCacheBlockCopy
@@ -345,6 +346,18 @@ class KVCacheManager:
         for manager in self.coordinator.single_type_managers:
             if manager.caches:
                 manager.evict_after(request.request_id, num_confirmed_tokens)
+
+    def forget_content(self, request: Request) -> None:
+        """Make everything that is cached of the request's tokens unfindable, whoever holds it: it is not to be trusted.
+
+        That includes what is not in its tables any more: states and windows that it has left behind, and all of a
+        request that was preempted.
+        """
+        for group, manager in enumerate(self.coordinator.single_type_managers):
+            if manager.caches:
+                pool = manager.block_pool
+                keys = [make_block_hash_with_group_id(one, group) for one in request.block_hashes]
+                pool.evict_blocks(pool.cached_block_hash_to_block.ids_under(keys))
 
     # Release
 

@@ -257,7 +257,7 @@ class Results(Upkeep):
     def _end_corrupted(self, request: Request, num_nans: int) -> EngineCoreOutput:
         """Logits were not finite: nothing the request has read or written may be reused."""
         self._num_corrupted += 1
-        self.kv_cache_manager.evict_unconfirmed(request, 0)
+        self.kv_cache_manager.forget_content(request)
         request.status = RequestStatus.FINISHED_ERROR
         output = EngineCoreOutput(
             request.request_id, [], num_nans_in_logits=num_nans, events=request.take_events()
