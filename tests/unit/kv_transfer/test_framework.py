@@ -80,6 +80,17 @@ def test_a_connector_for_one_group_refuses_several() -> None:
     assert supports_hma(MultiConnector)
 
 
+def test_several_connectors_of_which_one_handles_one_group_refuse_several_groups() -> None:
+    config = rig_config()
+    children = [OFFLOAD, {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]
+    config.kv_transfer_config = transfer("MultiConnector", connectors=children)
+    with pytest.raises(ValueError, match="MultiConnector does not support HMA"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, groups(full(), window()))
+    KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, groups(full()))
+    config.kv_transfer_config = transfer("MultiConnector", connectors=[OFFLOAD])
+    KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, groups(full(), window()))
+
+
 def test_the_workers_connector_is_one_per_process() -> None:
     config = rig_config(extra={"num_cpu_blocks": 4})
     kv_transfer_state.ensure_kv_transfer_shutdown()

@@ -92,7 +92,9 @@ class KVConnectorFactory:
         if transfer_config is None:
             raise ValueError("kv_transfer_config must be set to create a connector")
         connector_cls = cls.get_connector_class(transfer_config)
-        cls._check_groups(config, connector_cls, kv_cache_config)
+        handles_groups = supports_hma(connector_cls) and connector_cls.supports_hma_config(transfer_config)
+        if not handles_groups:
+            cls._refuse_groups(config, connector_cls, kv_cache_config)
         logger.info(
             "Creating connector %s, role %s, engine_id %s",
             connector_cls.__name__,
@@ -102,11 +104,9 @@ class KVConnectorFactory:
         return connector_cls(config, role, kv_cache_config)
 
     @staticmethod
-    def _check_groups(
+    def _refuse_groups(
         config: VllmConfig, connector_cls: ConnectorClass, kv_cache_config: KVCacheConfig | None
     ) -> None:
-        if supports_hma(connector_cls):
-            return
         disabled = config.scheduler_config.disable_hybrid_kv_cache_manager
         num_groups = 1 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
         # Left open (None), the hybrid manager matters only where it makes more than one group.
