@@ -316,3 +316,9 @@ def test_stats_of_children_are_kept_by_name() -> None:
         rebuilt = MultiConnector.build_kv_connector_stats({"SimpleCPUOffloadConnector": form})
         assert rebuilt is not None
         assert rebuilt.reduce() == {"SimpleCPUOffloadConnector": {"load_blocks_total": 2}}
+    # A child of a module path is not in the table; that must not cost the others their figures.
+    mixed = MultiConnector.build_kv_connector_stats(
+        {"FromAModule": {"n": 1}, **one.to_dict(), **rebuilt.data}
+    )
+    assert mixed is not None
+    assert mixed.reduce() == {"SimpleCPUOffloadConnector": {"load_blocks_total": 2}}
