@@ -221,8 +221,8 @@ class Request:
         self.plain_output = not (self.wants_logprobs or wants_prompt_logprobs or self.trace_headers)
         extra = sampling.extra_args
         if extra is not None:
-            self.kv_transfer_params = extra.get("kv_transfer_params")
-            self.ec_transfer_params = extra.get("ec_transfer_params")
+            self.kv_transfer_params = _transfer_params(extra, "kv_transfer_params")
+            self.ec_transfer_params = _transfer_params(extra, "ec_transfer_params")
             self.kv_cache_report_mode = extra.get("kv_cache_report_mode")
             if EXTRA_ARG in extra:
                 self.retention = parse_retention(extra[EXTRA_ARG])
@@ -395,6 +395,14 @@ class Request:
             f"output={self.num_output_tokens}, computed={self.num_computed_tokens}, "
             f"in_flight={self.num_in_flight_tokens})"
         )
+
+
+def _transfer_params(extra_args: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """The option ``name`` of a request. ``ValueError`` if it is no mapping."""
+    value = extra_args.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{name} must be a mapping, got {value!r}")
+    return value
 
 
 __all__ = ["BlockHasher", "FinishReason", "Request", "RequestStatus"]

@@ -200,6 +200,8 @@ async def test_bad_requests_disturb_nobody(engine: AsyncLLM) -> None:
         ("x" * 4000, greedy()),
         ("x", greedy(logit_bias={264: 1.0})),
         ("x", greedy(structured_outputs=StructuredOutputsParams(regex="["))),
+        ("x", greedy(extra_args={"kv_transfer_params": "x"})),
+        ("x", SamplingParams(max_tokens=None, min_tokens=10**5)),
     ]
     for prompt, params in bad:
         with pytest.raises(VLLMValidationError):
@@ -207,6 +209,17 @@ async def test_bad_requests_disturb_nobody(engine: AsyncLLM) -> None:
     with pytest.raises(VLLMNotImplementedError):
         [output async for output in engine.encode("x", PoolingParams(task="embed"), "pool")]
     assert len((await running)[-1].outputs[0].token_ids) == 60
+
+
+async def test_odd_requests_are_served_and_disturb_nobody(engine: AsyncLLM) -> None:
+    remote = {"do_remote_prefill": True, "remote_prefill_cached_tokens": "many"}
+    odd = [
+        SamplingParams(n=2, seed=2**63 - 1, max_tokens=3, ignore_eos=True),
+        greedy(3, extra_args={"kv_transfer_params": remote}),
+    ]
+    for params in odd:
+        assert (await collect(engine, "x", params))[-1].finished
+    await engine.check_health()
 
 
 async def test_a_failed_step_is_an_error_of_its_requests(engine: AsyncLLM) -> None:

@@ -14,12 +14,18 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.engine_configs import engine_args, offload_settings
+from tests.helpers.engine_configs import engine_args, engine_config, offload_settings
 from tests.helpers.faulty_executors import DEADLY, POISON, SLOW_STORE_S
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core_client import SyncMPClient
+from vllm.v1.engine.core_io import Arrival
+from vllm.v1.engine.core_proc import EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.serial import MsgpackEncoder
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.messages import EngineCoreRequestType
 
 FLAKY = "tests.helpers.faulty_executors.PoisonedExecutor"
 
@@ -165,6 +171,38 @@ def test_a_request_that_the_core_cannot_read_ends_with_an_error(shared: LLMEngin
     done = drive(shared)
     assert done["odd"].outputs[0].finish_reason == "error"
     assert len(done["good"].outputs[0].token_ids) == 6
+
+
+def test_a_request_that_the_core_finds_wrong_ends_with_an_error(shared: LLMEngine) -> None:
+    """The core reads parameters with the checks of the front end, and they fail with the front end's errors."""
+    params = greedy()
+    params.skip_clone = True
+    params.min_tokens = params.max_tokens + 1
+    shared.add_request("odd", {"prompt_token_ids": [5, 6, 7]}, params)
+    assert drive(shared)["odd"].outputs[0].finish_reason == "error"
+    assert run(shared, {"good": [5, 6]})["good"].outputs[0].finish_reason == "length"
+
+
+def test_an_abort_never_ends_a_later_request_of_the_same_id() -> None:
+    """The input thread tells a running step of aborts at once; with no step running that must leave nothing."""
+    config = engine_config()
+    core = EngineCoreProc(config, Executor.get_class(config), False, 0, lambda _: None)
+    encode = MsgpackEncoder().encode
+    _, request = InputProcessor(config, None).process_inputs("a", [5, 6], greedy(3))
+    added = Arrival(EngineCoreRequestType.ADD, encode(request))
+    aborted = encode([request.request_id])
+    try:
+        core._apply_arrival(added)
+        core._note_abort(aborted)
+        core._apply_arrival(Arrival(EngineCoreRequestType.ABORT, aborted))
+        core._apply_arrival(added)
+        tokens: list[int] = []
+        while core.core.has_work():
+            for outputs in (core.core.step_fn()[0] or {}).values():
+                tokens += [token for output in outputs.outputs for token in output.new_token_ids]
+        assert len(tokens) == 3
+    finally:
+        core.close()
 
 
 def test_a_dead_core_is_an_error_everywhere_and_soon() -> None:

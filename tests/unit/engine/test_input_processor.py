@@ -104,6 +104,7 @@ REFUSALS: dict[str, tuple[Any, dict[str, Any], str, list[str]]] = {
     "salt": ("x", {"cache_salt": ""}, "cache_salt", ["non-empty"]),
     "salt type": ("x", {"cache_salt": 5}, "cache_salt", ["5"]),
     "priority": ("x", {"priority": 1.5}, "priority", ["1.5"]),
+    "huge priority": ("x", {"priority": 2**70}, "priority", ["64-bit"]),
     "rank": ("x", {"data_parallel_rank": 1}, "data_parallel_rank", ["[0, 1)", "1"]),
     "lora": ("x", {"lora_request": LoRARequest("n", 1, "/p")}, "lora_request", ["adapters"]),
     "options": ("x", {"tokenization_kwargs": {"padding": 1}}, "tokenization_kwargs", ["padding"]),
@@ -128,6 +129,10 @@ def test_refused_inputs(processor: InputProcessor, case: str) -> None:
         (SamplingParams(allowed_token_ids=[264]), "allowed_token_ids", "264"),
         (SamplingParams(stop_token_ids=[999]), "stop_token_ids", "999"),
         (SamplingParams(logprobs=21), "logprobs", "21"),
+        (SamplingParams(max_tokens=None, min_tokens=LIMIT), "min_tokens", str(LIMIT - 1)),
+        (SamplingParams(extra_args={"kv_transfer_params": "x"}), "kv_transfer_params", "mapping"),
+        (SamplingParams(extra_args={"ec_transfer_params": [1]}), "ec_transfer_params", "mapping"),
+        (SamplingParams(extra_args={"kv_retention": "x"}), "kv_retention", "x"),
         (SamplingParams(structured_outputs=StructuredOutputsParams(regex="[")), "structured_outputs", "["),
         (SamplingParams(structured_outputs=StructuredOutputsParams(json="{")), "structured_outputs", "JSON"),
     ],
@@ -249,6 +254,12 @@ def test_children_share_the_prompt_and_differ_in_id_and_seed() -> None:
     assert [child.sampling_params.seed for child in children] == [1, 2, 3]
     assert {id(child.prompt_token_ids) for child in children} == {id(children[0].prompt_token_ids)}
     assert {child.external_req_id for child in children} == {"a"}
+
+
+@pytest.mark.parametrize(("seed", "others"), [(2**63 - 1, [-(2**63), -(2**63) + 1]), (-3, [-2, 0])])
+def test_seeds_of_children_stay_seeds(seed: int, others: list[int]) -> None:
+    children = follow(make_intake(), "a", n=3, seed=seed)
+    assert [child.sampling_params.seed for child in children] == [seed, *others]
 
 
 def test_a_finished_request_message_is_taken_as_it_is() -> None:

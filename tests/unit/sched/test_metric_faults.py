@@ -91,6 +91,16 @@ def test_met_07_a_decode_node_reports_the_hits_of_the_prefill_side() -> None:
     assert figures.num_cached_tokens == 0
 
 
+def test_met_07_hits_that_are_no_number_count_as_none() -> None:
+    driver, _, _ = with_connector(40)
+    params = {"kv_transfer_params": {"do_remote_prefill": True, "remote_prefill_cached_tokens": "many"}}
+    driver.add("odd", prompt(100), max_tokens=1, extra_args=params)
+    driver.run()
+    figures = driver.ends["odd"].prefill_stats
+    assert figures is not None
+    assert figures.num_cached_tokens == 0
+
+
 def test_met_07_the_prefill_side_tells_its_hits_with_the_transfer() -> None:
     driver, connector, _ = with_connector(40)
     driver.add("warm", prompt(20), max_tokens=1)

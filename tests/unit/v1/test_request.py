@@ -119,6 +119,9 @@ def test_extra_arguments_carry_transfer_parameters() -> None:
     assert request.kv_transfer_params == {"x": 1}
     assert request.ec_transfer_params is None
     assert request.kv_cache_report_mode == "full"
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        with pytest.raises(ValueError, match=f"{name} must be a mapping, got 'x'"):
+            make(params=SamplingParams(extra_args={name: "x"}))
 
 
 def test_a_structured_request_waits_for_its_grammar() -> None:

@@ -153,7 +153,7 @@ class EngineCore:
             result = self._run(scheduler_output)
         except Exception as error:  # whatever the model raised ends this step's requests, not the engine
             result = error
-        self._process_aborts_queue()
+        self.process_aborts_queue()
         outputs = self._apply(scheduler_output, result)
         self._fetch_drafts()
         return outputs, scheduler_output.total_num_scheduled_tokens > 0
@@ -228,7 +228,7 @@ class EngineCore:
             result = done if done is not None else RuntimeError("the executor returned no output for a step")
         except Exception as error:
             result = error
-        self._process_aborts_queue()
+        self.process_aborts_queue()
         return self._apply(scheduler_output, result)
 
     def _finish_steps(self) -> None:
@@ -238,8 +238,11 @@ class EngineCore:
             if outputs:
                 self._side_outputs.append(outputs)
 
-    def _process_aborts_queue(self) -> None:
-        """Aborts that arrived while the model ran, so that the result of a request nobody waits for is dropped."""
+    def process_aborts_queue(self) -> None:
+        """Aborts that arrived while the model ran, so that the result of a request nobody waits for is dropped.
+
+        Each of them is among the arrivals too, which put it in its place among the other messages.
+        """
         ids: list[str] = []
         while not self.aborts_queue.empty():
             ids += self.aborts_queue.get_nowait()
@@ -249,10 +252,15 @@ class EngineCore:
     # -- results and failures ------------------------------------------------------------------------------------
 
     def _apply(self, scheduler_output: SchedulerOutput, result: ModelRunnerOutput | Exception) -> Outputs:
+        """What the clients are told of a step. An error is told when what it made suspect is gone for good."""
         if isinstance(result, Exception):
-            return self._fail_step(scheduler_output, result)
-        self._failed_steps = 0
-        outputs = self.scheduler.update_from_output(scheduler_output, result)
+            outputs = self._fail_step(scheduler_output, result)
+        else:
+            self._failed_steps = 0
+            outputs = self.scheduler.update_from_output(scheduler_output, result)
+        problem = self.control.carry_out_withdrawal()
+        if problem is not None:
+            logger.error("The next engine may find KV of a request that failed: %s", problem)
         if self._weight_version is not None:
             for message in outputs.values():
                 message.weight_version = self._weight_version

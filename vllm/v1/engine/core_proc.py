@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.v1.engine.core_io import ENGINE_CORE_DEAD, Arrival, CoreAddresses, CoreSockets
@@ -157,6 +158,8 @@ class EngineCoreProc:
         if arrival.kind is EngineCoreRequestType.ADD:
             self._add(arrival.frames)
         elif arrival.kind is EngineCoreRequestType.ABORT:
+            # What a running step would have been told must not outlive this message: the id may be used again.
+            self.core.process_aborts_queue()
             self.core.abort_requests(self._decoder.decode(arrival.frames))
         elif arrival.kind is EngineCoreRequestType.UTILITY:
             self._call_utility(arrival.frames)
@@ -176,7 +179,7 @@ class EngineCoreProc:
                 )
                 return
             self.core.add_request(*self.core.preprocess_add_request(request))
-        except (ValueError, TypeError, msgspec.DecodeError) as error:
+        except (ValueError, TypeError, VLLMError, msgspec.DecodeError) as error:
             logger.exception("A request was refused.")
             if request is None:
                 request = self._whose(frames)

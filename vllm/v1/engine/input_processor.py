@@ -27,6 +27,7 @@ from vllm.v1.structured_output import validate_structured_outputs
 # Prompt log probabilities are kept for all positions at once: 2**25 entries of 8 bytes are 256 MiB.
 PROMPT_LOGPROB_ENTRIES_MAX = 1 << 25
 _LOGITS_PROCESSOR_CHECK = "vllm.v1.sample.logits_processor:validate_logits_processors_parameters"
+TRANSFER_ARGS = ("kv_transfer_params", "ec_transfer_params")
 TOKENIZATION_OPTIONS = ("add_special_tokens", "truncation", "max_length")
 
 
@@ -130,8 +131,8 @@ class InputProcessor:
             raise VLLMNotImplementedError("this model generates text and cannot be used for pooling")
         if not isinstance(params, SamplingParams):
             raise _refuse("params", type(params).__name__, "must be SamplingParams")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise _refuse("priority", priority, "must be an integer")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise _refuse("priority", priority, "must be a 64-bit integer")
         if lora_request is not None and self.vllm_config.lora_config is None:
             raise _refuse("lora_request", lora_request.lora_name, "needs an engine with adapters enabled")
         ranks = self.vllm_config.parallel_config.data_parallel_size
@@ -190,8 +191,7 @@ class InputProcessor:
             raise _refuse("stop", params.stop, "needs a tokenizer (skip_tokenizer_init is set)")
         self._check_prompt_logprobs(params, prompt_length)
         self._check_logits_processors(params)
-        if params.extra_args is not None and EXTRA_ARG in params.extra_args:
-            _checked_retention(params.extra_args[EXTRA_ARG])
+        _check_extra_args(params.extra_args or {})
         if params.structured_outputs is not None:
             if self.tokenizer is None:
                 raise VLLMValidationError(
@@ -199,7 +199,11 @@ class InputProcessor:
                 )
             validate_structured_outputs(params.structured_outputs, self.tokenizer)
         if params.max_tokens is None:
-            params.max_tokens = self.max_model_len - prompt_length
+            params.max_tokens = room = self.max_model_len - prompt_length
+            if params.min_tokens > room:
+                raise _refuse(
+                    "min_tokens", params.min_tokens, f"must be at most the {room} that fit behind the prompt"
+                )
         params.update_from_generation_config(self.generation_config, self.eos_token_id)
         if self.tokenizer is not None:
             params.update_from_tokenizer(self.tokenizer)
@@ -253,11 +257,17 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     return ParsedPrompt(text, None if token_ids is None else list(token_ids), prompt.get("cache_salt"))
 
 
-def _checked_retention(value: object) -> None:
-    try:
-        parse_retention(value)
-    except ValueError as error:
-        raise VLLMValidationError(str(error), parameter=EXTRA_ARG) from error
+def _check_extra_args(extra_args: Mapping[str, Any]) -> None:
+    """The options that the core itself reads; all others are for connectors and plugins."""
+    for name in TRANSFER_ARGS:
+        value = extra_args.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise _refuse(name, value, "must be a mapping")
+    if EXTRA_ARG in extra_args:
+        try:
+            parse_retention(extra_args[EXTRA_ARG])
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter=EXTRA_ARG) from error
 
 
 def _checked_salt(salt: Any) -> str | None:

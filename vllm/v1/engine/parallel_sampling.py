@@ -46,7 +46,7 @@ class ParentRequest:
         if params.seed is None:
             self._shared_params = params
         else:
-            params.seed += index
+            params.seed = _child_seed(params.seed, index)
         return params
 
     def get_outputs(self, child_id: str, completion: CompletionOutput) -> tuple[list[CompletionOutput], bool]:
@@ -70,3 +70,9 @@ class ParentRequest:
         if stats is not None and not self.child_requests:
             stats.n_params_iter.append(self.n)
             stats.max_num_generation_tokens_iter.append(self.max_num_generation_tokens)
+
+
+def _child_seed(seed: int, index: int) -> int:
+    """`seed + index` within 64 bits, without −1, which would mean "no seed"."""
+    grown = seed + index + (seed < -1 <= seed + index)
+    return (grown + 2**63) % 2**64 - 2**63

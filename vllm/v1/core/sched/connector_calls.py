@@ -74,12 +74,12 @@ def reported_cached_tokens(
 ) -> tuple[int, Mapping[CacheHitSource, int]]:
     """Cached tokens as the client sees them: ``(local, external by tier)``.
 
-    Where another engine computed the prompt, its hits count and not the transfer.
+    Where another engine computed the prompt, its hits count and not the transfer; what is no number counts as none.
     """
     params = request.kv_transfer_params
     if params is not None and params.get("do_remote_prefill"):
-        remote = int(params.get(REMOTE_PREFILL_CACHED_TOKENS) or 0)
-        return 0, {CacheHitSource.EXTERNAL_UNSPECIFIED: remote}
+        remote = params.get(REMOTE_PREFILL_CACHED_TOKENS)
+        return 0, {CacheHitSource.EXTERNAL_UNSPECIFIED: remote if isinstance(remote, int) else 0}
     return num_local, external
 
 
