@@ -28,6 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 from vllm.utils.math_utils import round_down
+from vllm.v1.core.block_hash import ExtraKeys
+from vllm.v1.core.block_hasher import generate_block_hash_extra_keys
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -43,12 +45,16 @@ TENSOR_NAME = "kv"
 
 @dataclass
 class ReqMeta:
-    """One prefix to load or to store; ``slot_mapping[i]`` is the cache slot of token i."""
+    """One prefix to load or to store; ``slot_mapping[i]`` is the cache slot of token i.
+
+    ``extra_keys``: what besides tokens and media its content depends on, such as a cache salt.
+    """
 
     token_ids: list[int]
     slot_mapping: list[int]
     is_store: bool
     mm_hashes: list[str]
+    extra_keys: ExtraKeys = ()
 
     @classmethod
     def make(
@@ -58,6 +64,7 @@ class ReqMeta:
         block_size: int,
         is_store: bool,
         mm_hashes: Sequence[str],
+        extra_keys: ExtraKeys = (),
     ) -> ReqMeta:
         """The whole blocks of a prompt that lie before its last token."""
         num_tokens = aligned_length(len(token_ids), block_size)
@@ -65,7 +72,7 @@ class ReqMeta:
             block_ids[position // block_size] * block_size + position % block_size
             for position in range(num_tokens)
         ]
-        return cls(list(token_ids[:num_tokens]), slots, is_store, list(mm_hashes))
+        return cls(list(token_ids[:num_tokens]), slots, is_store, list(mm_hashes), extra_keys)
 
 
 @dataclass
@@ -81,9 +88,10 @@ class ExampleConnectorMetadata(KVConnectorMetadata):
         block_size: int,
         is_store: bool,
         mm_hashes: Sequence[str] = (),
+        extra_keys: ExtraKeys = (),
     ) -> None:
         """Append one prefix."""
-        self.requests.append(ReqMeta.make(token_ids, block_ids, block_size, is_store, mm_hashes))
+        self.requests.append(ReqMeta.make(token_ids, block_ids, block_size, is_store, mm_hashes, extra_keys))
 
 
 @dataclass(slots=True)
@@ -93,6 +101,7 @@ class _Prompt:
     token_ids: list[int]
     block_ids: list[int]
     mm_hashes: list[str]
+    extra_keys: ExtraKeys
 
 
 class ExampleConnector(KVConnectorBase_V1):
@@ -112,6 +121,8 @@ class ExampleConnector(KVConnectorBase_V1):
         )
         self._to_load: dict[str, Request] = {}
         self._to_store: dict[str, _Prompt] = {}
+        # Of admitted requests that have any: a step's record does not carry them.
+        self._extra_keys: dict[str, ExtraKeys] = {}
         self._kv_caches: dict[str, torch.Tensor] = {}
         # Folder of a prefix → the temporary folder its layers are collected in.
         self._collecting: dict[Path, Path] = {}
@@ -145,7 +156,7 @@ class ExampleConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for request in self._requests(is_store=False):
-            folder = self._folder(request.token_ids, request.mm_hashes)
+            folder = self._folder(request.token_ids, request.mm_hashes, request.extra_keys)
             blocks = self._blocks(request)
             for layer_name, cache in self._kv_caches.items():
                 saved = safetensors.torch.load_file(str(folder / f"{layer_name}.safetensors"))[TENSOR_NAME]
@@ -158,7 +169,7 @@ class ExampleConnector(KVConnectorBase_V1):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         for request in self._requests(is_store=True):
-            folder = self._folder(request.token_ids, request.mm_hashes)
+            folder = self._folder(request.token_ids, request.mm_hashes, request.extra_keys)
             if folder.exists():
                 continue
             if folder not in self._collecting:
@@ -193,7 +204,8 @@ class ExampleConnector(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         token_ids, mm_hashes = _prompt_of(request)
         num_tokens = aligned_length(len(token_ids), self._block_size)
-        if num_tokens <= num_computed_tokens or not self._is_stored(token_ids, mm_hashes):
+        extra_keys = _extra_keys_of(request, num_tokens)
+        if num_tokens <= num_computed_tokens or not self._is_stored(token_ids, mm_hashes, extra_keys):
             return 0, False
         return num_tokens - num_computed_tokens, False
 
@@ -206,6 +218,10 @@ class ExampleConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        num_tokens = aligned_length(len(request.prompt_token_ids or ()), self._block_size)
+        extra_keys = _extra_keys_of(request, num_tokens)
+        if extra_keys:
+            self._extra_keys[request.request_id] = extra_keys
         if num_external_tokens > 0:
             self._to_load[request.request_id] = request
 
@@ -216,10 +232,11 @@ class ExampleConnector(KVConnectorBase_V1):
             token_ids = list(new.prompt_token_ids or ())
             mm_hashes = [feature.identifier for feature in new.mm_features]
             block_ids = list(new.block_ids[0])
+            extra_keys = self._extra_keys.get(new.req_id, ())
             if self._to_load.pop(new.req_id, None) is not None:
-                metadata.add_request(token_ids, block_ids, self._block_size, False, mm_hashes)
-            elif not self._is_stored(token_ids, mm_hashes):
-                self._to_store[new.req_id] = _Prompt(token_ids, block_ids, mm_hashes)
+                metadata.add_request(token_ids, block_ids, self._block_size, False, mm_hashes, extra_keys)
+            elif not self._is_stored(token_ids, mm_hashes, extra_keys):
+                self._to_store[new.req_id] = _Prompt(token_ids, block_ids, mm_hashes, extra_keys)
                 self._store_if_complete(metadata, new.req_id, new.num_computed_tokens + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
         for req_id, new_block_ids, computed in zip(
@@ -245,27 +262,33 @@ class ExampleConnector(KVConnectorBase_V1):
         request = self._to_load.pop(req_id, None)
         if request is not None:
             token_ids, mm_hashes = _prompt_of(request)
-            metadata.add_request(token_ids, blocks, self._block_size, False, mm_hashes)
+            extra_keys = self._extra_keys.get(req_id, ())
+            metadata.add_request(token_ids, blocks, self._block_size, False, mm_hashes, extra_keys)
 
     def _store_if_complete(self, metadata: ExampleConnectorMetadata, req_id: str, num_computed: int) -> None:
         prompt = self._to_store.get(req_id)
         if prompt is None or num_computed < aligned_length(len(prompt.token_ids), self._block_size):
             return
         del self._to_store[req_id]
-        metadata.add_request(prompt.token_ids, prompt.block_ids, self._block_size, True, prompt.mm_hashes)
+        metadata.add_request(
+            prompt.token_ids, prompt.block_ids, self._block_size, True, prompt.mm_hashes, prompt.extra_keys
+        )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._to_load.pop(request.request_id, None)
         self._to_store.pop(request.request_id, None)
+        self._extra_keys.pop(request.request_id, None)
         return False, None
 
-    def _is_stored(self, token_ids: Sequence[int], mm_hashes: Sequence[str]) -> bool:
+    def _is_stored(self, token_ids: Sequence[int], mm_hashes: Sequence[str], extra_keys: ExtraKeys) -> bool:
         num_tokens = aligned_length(len(token_ids), self._block_size)
-        return num_tokens > 0 and self._folder(token_ids[:num_tokens], mm_hashes).exists()
+        return num_tokens > 0 and self._folder(token_ids[:num_tokens], mm_hashes, extra_keys).exists()
 
-    def _folder(self, token_ids: Sequence[int], mm_hashes: Sequence[str]) -> Path:
-        digest = hashlib.sha256(repr((list(token_ids), list(mm_hashes))).encode()).hexdigest()
-        return self._storage / digest
+    def _folder(self, token_ids: Sequence[int], mm_hashes: Sequence[str], extra_keys: ExtraKeys) -> Path:
+        content: tuple[object, ...] = (list(token_ids), list(mm_hashes))
+        if extra_keys:
+            content = (*content, extra_keys)
+        return self._storage / hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def aligned_length(num_tokens: int, block_size: int) -> int:
@@ -275,3 +298,9 @@ def aligned_length(num_tokens: int, block_size: int) -> int:
 
 def _prompt_of(request: Request) -> tuple[list[int], list[str]]:
     return list(request.prompt_token_ids or ()), [feature.identifier for feature in request.mm_features]
+
+
+def _extra_keys_of(request: Request, num_tokens: int) -> ExtraKeys:
+    """What besides tokens and media makes the prompt's KV its own: adapter, salt, prompt embeddings."""
+    keys, _ = generate_block_hash_extra_keys(request, 0, num_tokens, 0)
+    return tuple(key for key in keys or () if key[0] != "mm")
