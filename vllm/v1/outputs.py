@@ -34,14 +34,16 @@ class LogprobsLists(NamedTuple):
     """``[rows]``, 1 = most likely"""
     cu_num_generated_tokens: list[int] | None = None
 
-    def slice_request(self, req_idx: int, num_positions: int) -> "LogprobsLists":
-        """The first ``num_positions`` rows of request ``req_idx``."""
+    def slice_request(
+        self, req_idx: int, num_positions: int, num_columns: int | None = None
+    ) -> "LogprobsLists":
+        """The first ``num_positions`` rows of request ``req_idx``, and of these ``num_columns`` columns (None = all)."""
         cumulative = self.cu_num_generated_tokens
         start = req_idx if cumulative is None else cumulative[req_idx]
         end = start + num_positions
         return LogprobsLists(
-            self.logprob_token_ids[start:end],
-            self.logprobs[start:end],
+            self.logprob_token_ids[start:end, :num_columns],
+            self.logprobs[start:end, :num_columns],
             self.sampled_token_ranks[start:end],
             None,
         )

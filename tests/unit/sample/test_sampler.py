@@ -101,6 +101,28 @@ def test_other_logprobs_modes(mode, expected) -> None:
     assert output.logprobs_tensors.logprobs[0, 1] == pytest.approx(values.max().item(), abs=1e-5)
 
 
+def test_a_row_is_sorted_for_what_it_asks_not_for_what_its_neighbour_asks(monkeypatch) -> None:
+    logits = make_logits(4, 5)
+    asked: list[tuple[int, int]] = []
+    gather = Sampler.gather_logprobs
+
+    def counting(logprobs, num_logprobs, token_ids):
+        asked.append((num_logprobs, len(token_ids)))
+        return gather(logprobs, num_logprobs, token_ids)
+
+    monkeypatch.setattr(Sampler, "gather_logprobs", staticmethod(counting))
+    metadata = neutral_metadata(4, max_num_logprobs=-1, num_logprobs=[None, -1, 2, None])
+    found = Sampler()(logits.clone(), metadata).logprobs_tensors
+    assert sorted(asked) == [(-1, 1), (2, 1)]
+    alone = Sampler()(logits.clone(), neutral_metadata(4, max_num_logprobs=-1)).logprobs_tensors
+    assert found is not None
+    assert alone is not None
+    for row, width in ((1, VOCAB + 1), (2, 3)):
+        assert found.logprob_token_ids[row, :width].tolist() == alone.logprob_token_ids[row, :width].tolist()
+        assert found.logprobs[row, :width].tolist() == alone.logprobs[row, :width].tolist()
+        assert found.selected_token_ranks[row] == alone.selected_token_ranks[row]
+
+
 def test_unknown_logprobs_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="logprobs_mode='cooked'"):
         Sampler("cooked")

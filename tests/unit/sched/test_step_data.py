@@ -47,7 +47,7 @@ def test_log_probabilities_and_masks_reach_the_request_that_asked() -> None:
     scheduler.add_request(make_request(scheduler, "b", prompt(6)))
     output = scheduler.schedule()
     lists = LogprobsLists(
-        np.array([[1, 2], [3, 4]], np.int32), np.zeros((2, 2), np.float32), np.array([5, 6], np.int32)
+        np.array([[1, 2, 9], [3, 4, 9]], np.int32), np.zeros((2, 3), np.float32), np.array([5, 6], np.int32)
     )
     masks = SamplingMaskLists(np.arange(4, dtype=np.int32), np.array([0, 1, 4]))
     messages = scheduler.update_from_output(
@@ -55,7 +55,9 @@ def test_log_probabilities_and_masks_reach_the_request_that_asked() -> None:
     )
     by_id = {entry.request_id: entry for entry in messages[0].outputs}
     assert by_id["b"].new_logprobs is None
+    # As wide as asked for, however wide a neighbour's row is.
     assert by_id["a"].new_logprobs.logprob_token_ids.tolist() == [[3, 4]]  # type: ignore[union-attr]
+    assert by_id["a"].new_logprobs.logprobs.shape == (1, 2)  # type: ignore[union-attr]
     assert by_id["a"].new_sampling_mask.token_ids.tolist() == [1, 2, 3]  # type: ignore[union-attr]
 
 

@@ -150,7 +150,10 @@ def test_all_logprobs_win() -> None:
     bench = Bench()
     bench.add("a", logprobs=-1)
     bench.add("b", logprobs=3)
-    assert bench.update("a", "b").max_num_logprobs == -1
+    bench.add("c")
+    metadata = bench.update("a", "b", "c")
+    assert metadata.max_num_logprobs == -1
+    assert metadata.num_logprobs == [-1, 3, None]
 
 
 def test_draws_depend_on_seed_and_position_alone() -> None:

@@ -145,8 +145,33 @@ class Sampler(nn.Module):
 
     def _gather(self, reported: Tensor, metadata: SamplingMetadata, sampled: Tensor) -> LogprobsTensors:
         specific = metadata.logprob_token_ids
-        tensors = self.gather_logprobs(reported, metadata.max_num_logprobs or 0, sampled)
+        widest = metadata.max_num_logprobs or 0
+        if metadata.num_logprobs is None:
+            tensors = self.gather_logprobs(reported, widest, sampled)
+        else:
+            tensors = self._gather_each(reported, metadata.num_logprobs, widest, sampled)
         return tensors if not specific else _with_specific_tokens(tensors, reported, specific)
+
+    def _gather_each(
+        self, reported: Tensor, counts: list[int | None], widest: int, sampled: Tensor
+    ) -> LogprobsTensors:
+        """As `gather_logprobs`, with as many alternatives per row as it asks for; the rest of a row means nothing."""
+        if all(count == widest for count in counts):
+            return self.gather_logprobs(reported, widest, sampled)
+        size = (len(counts), 1 + (reported.shape[-1] if widest == -1 else min(widest, reported.shape[-1])))
+        device = reported.device
+        # Not written where nobody reads: memory that is not touched costs nothing.
+        ids = torch.empty(size, dtype=torch.int32, device=device)
+        values = torch.empty(size, dtype=torch.float32, device=device)
+        ranks = torch.zeros(len(counts), dtype=torch.int64, device=device)
+        for count in sorted({count for count in counts if count is not None}):
+            rows = [row for row, wanted in enumerate(counts) if wanted == count]
+            found = self.gather_logprobs(reported[rows], count, sampled[rows])
+            width = found.logprobs.shape[1]
+            ids[rows, :width] = found.logprob_token_ids
+            values[rows, :width] = found.logprobs
+            ranks[rows] = found.selected_token_ranks.to(ranks.dtype)
+        return LogprobsTensors(ids, values, ranks)
 
     def apply_logits_processors(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, predict_bonus_token: bool

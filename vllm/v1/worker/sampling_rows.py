@@ -127,6 +127,7 @@ class SamplingRows:
             top_k=self._longs(top_k) if any(k < self._vocab_size for k in top_k) else None,
             generators={},
             max_num_logprobs=None if not counts else -1 if -1 in counts else max(counts),
+            num_logprobs=[p.num_logprobs for p in params] if counts else None,
             no_penalties=not penalised,
             prompt_token_ids=None,
             frequency_penalties=self._floats([p.frequency_penalty for p in params] if penalised else []),

@@ -68,7 +68,9 @@ def make_output(
         output.prefill_stats = request.take_prefill_stats()
     if row is not None:
         if runner.logprobs is not None and request.wants_logprobs and token_ids:
-            output.new_logprobs = runner.logprobs.slice_request(row, len(token_ids))
+            output.new_logprobs = runner.logprobs.slice_request(
+                row, len(token_ids), _logprob_columns(request)
+            )
         if runner.sampling_masks is not None and token_ids:
             output.new_sampling_mask = runner.sampling_masks.slice_request(row, len(token_ids))
         if runner.pooler_output:
@@ -78,6 +80,13 @@ def make_output(
     if runner.prompt_token_id_logprobs_dict:
         output.prompt_token_id_logprobs = runner.prompt_token_id_logprobs_dict.get(request.request_id)
     return output
+
+
+def _logprob_columns(request: Request) -> int | None:
+    """How much of a row is the request's: a neighbour may have asked for more.  None = all of it."""
+    params = request.sampling_params
+    count = None if params is None else params.num_logprobs
+    return None if count is None or count < 0 else 1 + count
 
 
 def is_worth_sending(output: EngineCoreOutput) -> bool:

@@ -6,6 +6,7 @@ tensors, and rows that no block size divides, take the ordinary way.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,10 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
 def row_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest values per row, descending, and their indices; of equal values any may be chosen."""
     rows, width = logits.shape
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and 4 * k > width:
+        # Sorting by numpy is several times as fast as the library's top-k of nearly a whole row.
+        ids = torch.from_numpy(np.argsort(-logits.numpy(), axis=-1)[:, :k])
+        return logits.gather(-1, ids), ids
     size = min(_TOPK_BLOCK, block_size_of(width))
     if size == 0 or logits.device.type != "cpu" or 4 * k * size > width:
         values, ids = logits.topk(k, dim=-1)
