@@ -134,6 +134,8 @@ class RequestOutput:
         self.finished |= next_output.finished
         self.kv_transfer_params = next_output.kv_transfer_params or self.kv_transfer_params
         self.ec_transfer_params = next_output.ec_transfer_params or self.ec_transfer_params
+        if self.prompt_token_id_logprobs is None:
+            self.prompt_token_id_logprobs = next_output.prompt_token_id_logprobs
         if self.num_cached_tokens is None:
             self.num_cached_tokens = next_output.num_cached_tokens
             self.cached_tokens_by_source = next_output.cached_tokens_by_source

@@ -333,6 +333,19 @@ def test_prompt_logprobs_start_with_none() -> None:
     assert not second.prompt_logprobs
 
 
+@pytest.mark.parametrize(("kind", "later"), [(DELTA, None), (CUMULATIVE, [[-1.0, -2.0]])])
+def test_prompt_logprobs_of_given_tokens_are_delivered_and_deltas_do_not_repeat_them(kind, later) -> None:
+    proc = processor()
+    proc.add_request(make_request(prompt_logprob_token_ids=[3, 4], output_kind=kind), None)
+    scores = [[-1.0, -2.0]]
+    first = outputs_of(proc.process_outputs([out("r", [40], prompt_token_id_logprobs=scores)]))[0]
+    assert first.prompt_token_id_logprobs == scores
+    second = outputs_of(proc.process_outputs([out("r", [41])]))[0]
+    assert second.prompt_token_id_logprobs == later
+    second.add(first, aggregate=True)
+    assert second.prompt_token_id_logprobs == scores
+
+
 def test_text_of_a_token_is_whole_characters() -> None:
     proc = processor()
     ids = TOKENIZER.encode("語")

@@ -163,6 +163,37 @@ async def test_generate_from_token_ids(app):
     assert chunks[-1]["usage"]["completion_tokens"] == 1
 
 
+async def test_generate_honours_what_stands_beside_the_sampling_params(app):
+    body = {
+        "token_ids": [5],
+        "sampling_params": {"extra_args": {"own": 1}, "logit_bias": {"5": 1.5}},
+        "kv_transfer_params": {"a": 1},
+        "kv_retention": {"pin": True},
+        "vllm_xargs": {"other": 2},
+        "temperature": None,
+        "user": "u",
+    }
+    reply = await app.post("/inference/v1/generate", body)
+    assert reply.status_code == 200, reply.text
+    params = app.call.params
+    assert params.logit_bias == {5: 1.5}
+    assert (params.extra_args["own"], params.extra_args["other"]) == (1, 2)
+    assert params.extra_args["kv_transfer_params"] == {"a": 1}
+    assert params.extra_args["kv_retention"] == body["kv_retention"]
+
+
+async def test_generate_streams_usage_and_prompt_logprobs(app):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await app.stream(
+        "/inference/v1/generate",
+        token_ids=[5, 6],
+        stream_options=options,
+        sampling_params={"prompt_logprobs": 0},
+    )
+    assert [chunk["usage"]["prompt_tokens"] for chunk in chunks] == [2, 2]
+    assert len(chunks[0]["prompt_logprobs"]) == 2
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -170,6 +201,12 @@ async def test_generate_from_token_ids(app):
         ({"token_ids": [5], "sampling_params": {"temperature": "hot"}}, "sampling_params"),
         ({"token_ids": [5], "sampling_params": {"n": 0}}, "n"),
         ({"token_ids": "x"}, "token_ids"),
+        ({"token_ids": [5], "temperature": 0.5}, "temperature"),
+        ({"token_ids": [5], "n": 2}, "n"),
+        ({"token_ids": [5], "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ({"token_ids": [5], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"token_ids": [5], "features": {"image": 1}}, "features"),
+        ({"token_ids": [5], "sampling_params": {"logit_bias": {"x": 1}}}, "sampling_params"),
     ],
 )
 async def test_generate_refusals(app, body, param):

@@ -351,6 +351,18 @@ async def test_log_probabilities_of_forbidden_tokens_are_numbers_of_json(client,
     assert min(values) == -9999.0
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_log_probabilities_of_given_prompt_tokens_are_delivered(client, streams):
+    params = {"max_tokens": 2, "prompt_logprob_token_ids": [5, 6], "prompt_logprobs": 0}
+    body = {"token_ids": [5, 6, 7], "sampling_params": params, "stream": streams}
+    reply = await client.post("/inference/v1/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    part = events(reply.text)[0] if streams else reply.json()
+    scores = part["prompt_token_id_logprobs"]
+    assert [len(row) for row in scores] == [2, 2]
+    assert scores[0][1] == pytest.approx(part["prompt_logprobs"][1]["6"]["logprob"])
+
+
 async def test_sleeping_and_resuming_serves_as_before(client):
     body = {"prompt": "to sleep", "max_tokens": 4, **GREEDY}
     before = await ok(client, COMPLETIONS, **body)

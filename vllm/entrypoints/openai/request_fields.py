@@ -215,7 +215,8 @@ class GenerationFields(OpenAIBaseModel):
             raise VLLMValidationError(str(error), parameter=field) from error
         return dict(value)
 
-    def _extra_args(self) -> dict[str, Any] | None:
+    def extra_args(self) -> dict[str, Any] | None:
+        """What connectors, plugins and the cache are told about the request; None if nothing."""
         extra: dict[str, Any] = dict(self.vllm_xargs or {})
         if self.kv_transfer_params is not None:
             extra["kv_transfer_params"] = self.kv_transfer_params
@@ -269,7 +270,7 @@ class GenerationFields(OpenAIBaseModel):
             logit_bias=self.logit_bias,  # type: ignore[arg-type]  # the parameters turn text keys into integers
             allowed_token_ids=self.allowed_token_ids,
             bad_words=self.bad_words,
-            extra_args=self._extra_args(),
+            extra_args=self.extra_args(),
             thinking_token_budget=self.thinking_token_budget,
             repetition_detection=None if repetition is None else _repetition_params(repetition),
             watermarking=self.watermarking,

@@ -5,6 +5,7 @@ For callers that tokenise themselves, such as routers and trainers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
 from vllm.entrypoints.openai.bodies import StrictRoute
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -20,7 +21,7 @@ from vllm.entrypoints.openai.fan_in import Primed
 from vllm.entrypoints.openai.field_types import Texts, TokenIds
 from vllm.entrypoints.openai.render import RenderedPrompt
 from vllm.entrypoints.openai.replies import reply
-from vllm.entrypoints.openai.request_fields import GenerationFields, StreamOptions
+from vllm.entrypoints.openai.request_fields import GenerationFields
 from vllm.entrypoints.openai.serving_base import (
     LOGPROB_MIN,
     Caller,
@@ -42,6 +43,24 @@ COMPUTED_PARAMS = {
     for name in SamplingParams.__struct_fields__
     if name.startswith("_") or name == "output_text_buffer_length"
 }
+# Fields that are read beside `sampling_params`. `user` means nothing to an engine, and token ids are always returned.
+ENVELOPE = {
+    "cache_control",
+    "cache_salt",
+    "kv_retention",
+    "kv_transfer_params",
+    "model",
+    "priority",
+    "request_id",
+    "return_token_ids",
+    "sampling_params",
+    "session_id",
+    "stream",
+    "stream_options",
+    "token_ids",
+    "user",
+    "vllm_xargs",
+}
 
 
 class GenerateRequest(GenerationFields):
@@ -49,7 +68,18 @@ class GenerateRequest(GenerationFields):
 
     token_ids: TokenIds
     sampling_params: dict[str, Any] = {}
-    stream_options: StreamOptions | None = None
+    features: Any = None
+
+    @model_validator(mode="after")
+    def _check_place(self) -> GenerateRequest:
+        for name in self.model_fields_set - ENVELOPE:
+            field = type(self).model_fields.get(name)
+            if field is None or getattr(self, name) == field.default:
+                continue
+            if name in SamplingParams.__struct_fields__:
+                raise VLLMValidationError(f"{name} belongs into sampling_params", parameter=name)
+            raise VLLMValidationError(f"{name} is not offered with token ids", parameter=name)
+        return self
 
 
 class GenerateChoice(BaseModel):
@@ -68,6 +98,7 @@ class GenerateResponse(BaseModel):
     request_id: str
     choices: list[GenerateChoice]
     prompt_logprobs: list[dict[int, Any] | None] | None = None
+    prompt_token_id_logprobs: list[list[float | None]] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     usage: UsageInfo | None = None
 
@@ -78,8 +109,13 @@ class AbortRequest(BaseModel):
     request_ids: Texts
 
 
-def sampling_params_from(values: dict[str, Any], stream: bool) -> SamplingParams:
-    """The engine's parameters from a JSON object. Raises VLLMValidationError for what does not fit."""
+def sampling_params_from(
+    values: dict[str, Any], stream: bool, extra_args: dict[str, Any] | None = None
+) -> SamplingParams:
+    """The engine's parameters from a JSON object. Raises VLLMValidationError for what does not fit.
+
+    `extra_args` are added to those of `values`.
+    """
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     if values.get("stop"):
         raise VLLMValidationError(
@@ -88,10 +124,14 @@ def sampling_params_from(values: dict[str, Any], stream: bool) -> SamplingParams
     for name in values:
         if name in COMPUTED_PARAMS:
             raise VLLMValidationError("the engine sets it", parameter=f"sampling_params.{name}")
+    fixed = {"output_kind": int(kind), "detokenize": False}
     try:
-        return msgspec.convert({**values, "output_kind": int(kind), "detokenize": False}, SamplingParams)
+        params = msgspec.convert({**values, **fixed}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise VLLMValidationError(f"sampling_params: {error}", parameter="sampling_params") from None
+    if extra_args is not None:
+        params.extra_args = {**(params.extra_args or {}), **extra_args}
+    return params
 
 
 def _choice(completion: CompletionOutput) -> GenerateChoice:
@@ -113,13 +153,29 @@ def _choice(completion: CompletionOutput) -> GenerateChoice:
     )
 
 
+def _response(request_id: str, output: RequestOutput) -> GenerateResponse:
+    scores = output.prompt_token_id_logprobs
+    return GenerateResponse(
+        request_id=request_id,
+        choices=[_choice(completion) for completion in output.outputs],
+        prompt_logprobs=prompt_logprobs_body(output) or None,
+        prompt_token_id_logprobs=None if scores is None else [[_number(x) for x in row] for row in scores],
+        kv_transfer_params=output.kv_transfer_params if output.finished else None,
+    )
+
+
+def _number(logprob: float) -> float | None:
+    """A log probability as JSON can have it; None if it is no number."""
+    return None if math.isnan(logprob) else max(logprob, LOGPROB_MIN)
+
+
 async def generate(
     request: GenerateRequest, endpoint: OpenAIServingCompletion, raw_request: Request
 ) -> GenerateResponse | AsyncGenerator[str, None]:
     """The whole reply or an event stream. Raises VLLMError for what cannot be served."""
     endpoint.check_request(request)
     caller = Caller.from_request(raw_request)
-    params = sampling_params_from(request.sampling_params, request.stream)
+    params = sampling_params_from(request.sampling_params, request.stream, request.extra_args())
     request_id = request.request_id or endpoint.new_id("gen", request, caller)
     stream = endpoint.generate(RenderedPrompt(request.token_ids, None), params, request_id, request, caller)
     outputs = await endpoint.start([stream])
@@ -129,9 +185,7 @@ async def generate(
     async with aclosing(outputs.read()) as items:
         async for _, output in items:
             check_finish(output)
-            response.choices = [_choice(completion) for completion in output.outputs]
-            response.prompt_logprobs = prompt_logprobs_body(output)
-            response.kv_transfer_params = output.kv_transfer_params
+            response = _response(request_id, output)
     return response
 
 
@@ -142,17 +196,18 @@ async def _stream(
     endpoint: OpenAIServingCompletion,
 ) -> AsyncGenerator[str, None]:
     usage = UsageCounter(endpoint.options.enable_prompt_tokens_details)
+    choice = endpoint.usage_choice(request)
     async with aclosing(outputs.read()) as items:
         async for _, output in items:
             check_finish(output)
             usage.see_prompt(0, output)
             for completion in output.outputs:
                 usage.add_generated(0, completion.index, len(completion.token_ids))
-            chunk = GenerateResponse(request_id=request_id, choices=[_choice(c) for c in output.outputs])
-            if output.kv_transfer_params is not None and output.finished:
-                chunk.kv_transfer_params = output.kv_transfer_params
+            chunk = _response(request_id, output)
+            if choice.continuous:
+                chunk.usage = usage.usage()
             yield sse_event(chunk)
-    if endpoint.usage_choice(request).final:
+    if choice.final:
         final = GenerateResponse(request_id=request_id, choices=[])
         final.usage = usage.usage()
         yield sse_event(final)

@@ -57,6 +57,7 @@ class RequestState:
         self.is_prefilling = True
         self.prefill_stats: PrefillStats | None = None
         self.kv_transfer_params: dict[str, Any] | None = None
+        self.prompt_token_id_logprobs: Any = None
         self.stats = RequestStateStats(arrival_time=request.arrival_time) if log_stats else None
         self._tokens_sent = 0
         self._weight_spans: list[WeightVersionSpan] = []
@@ -91,6 +92,8 @@ class RequestState:
             self.prefill_stats = output.prefill_stats
         if output.kv_transfer_params is not None:
             self.kv_transfer_params = output.kv_transfer_params
+        if output.prompt_token_id_logprobs is not None:
+            self.prompt_token_id_logprobs = output.prompt_token_id_logprobs
         if output.new_token_ids:
             self.is_prefilling = False
         before = self.num_output_tokens
@@ -168,6 +171,9 @@ class RequestState:
             if delta
             else self.logprobs_processor.prompt_logprobs
         )
+        token_id_logprobs = self.prompt_token_id_logprobs
+        if delta:
+            self.prompt_token_id_logprobs = None
         return RequestOutput(
             request_id=self.external_req_id,
             prompt=self.prompt,
@@ -182,6 +188,7 @@ class RequestState:
                 None if self.prefill_stats is None else self.prefill_stats.num_cache_creation_tokens
             ),
             kv_transfer_params=self.kv_transfer_params,
+            prompt_token_id_logprobs=token_id_logprobs,
             cached_tokens_by_source=self._cached_by_source(),
         )
 
