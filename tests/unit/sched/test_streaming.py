@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.sched import Driver, expected_output, full, make_request, make_scheduler
+from tests.helpers.sched import (
+    Driver,
+    expected_output,
+    full,
+    make_request,
+    make_scheduler,
+    mamba,
+    ring,
+    window,
+)
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.message_types import FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -103,3 +113,57 @@ def test_hashes_of_a_session_follow_its_tokens() -> None:
     fresh = make_request(scheduler, "fresh", list(request.all_token_ids))
     assert request.block_hashes == fresh.block_hashes
     assert len(request.block_hashes) == 17 // 4
+
+
+KINDS = [[mamba()], [full(), mamba()], [full(), mamba(), ring()], [full(), window()], [full()]]
+
+
+@pytest.mark.parametrize("specs", KINDS)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_session_goes_on_from_what_belongs_to_its_tokens(
+    specs: list[KVCacheSpec], depth: int, is_early: bool
+) -> None:
+    """With look-ahead a step computes the token that stopped the answer, which is not part of the session."""
+    for length in range(7, 12):
+        driver = Driver(make_scheduler(specs, 60, looks_ahead=depth > 1), depth=depth)
+        scheduler = driver.scheduler
+        first = expected_output(prompt(length), 3)
+        driver.add("s", prompt(length), max_tokens=14, resumable=True, stop_token_ids=[first[-1]])
+        update = make_request(scheduler, "s", prompt(6, 3), 3, resumable=False)
+        if is_early:
+            scheduler.add_request(update)
+        while "s" not in driver.ends:
+            driver.step()
+        del driver.ends["s"]
+        if not is_early:
+            drain(driver)
+            scheduler.add_request(update)
+        driver.run()
+        extended = prompt(length) + first[:-1] + prompt(6, 3)
+        assert driver.outputs["s"] == first + expected_output(extended, 3)
+        driver.assert_at_rest()
+
+
+def test_an_input_without_tokens_that_is_not_the_last_is_refused(driver: Driver) -> None:
+    scheduler = driver.scheduler
+    request = driver.add("s", prompt(9), max_tokens=4, resumable=True)
+    drain(driver)
+    with pytest.raises(ValueError, match="'s' has no tokens"):
+        scheduler.add_request(make_request(scheduler, "s", [], 3, resumable=True))
+    assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    driver.ends.clear()
+    scheduler.add_request(make_request(scheduler, "s", prompt(5), 3, resumable=False))
+    driver.run()
+    assert len(driver.outputs["s"]) == 4 + 3
+    driver.assert_at_rest()
+
+
+def test_an_input_brings_its_own_wish_for_log_probabilities(driver: Driver) -> None:
+    request = driver.add("s", prompt(9), max_tokens=4, resumable=True)
+    drain(driver)
+    assert not request.wants_logprobs
+    update = make_request(driver.scheduler, "s", prompt(5), 3, resumable=False, logprobs=1)
+    driver.scheduler.add_request(update)
+    assert request.wants_logprobs
+    assert not request.has_plain_output

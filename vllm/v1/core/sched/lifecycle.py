@@ -45,7 +45,7 @@ class RequestLifecycle(SchedulerInterface):
     """The part of the scheduler that requests enter and leave through.
 
     Waiting requests are in exactly one of three queues: ``kv_holding_waiting`` (they hold blocks: a load is under way
-    or has ended), ``deferred_waiting`` (they could not be tried in the last pass) and ``waiting`` (the rest).
+    or has ended, or a session waits for input), ``deferred_waiting`` (they could not be tried in the last pass) and ``waiting`` (the rest).
     A request stays in ``requests`` until its blocks are free, which may be after it has finished.
     """
 
@@ -257,7 +257,7 @@ class RequestLifecycle(SchedulerInterface):
         """Queue a request, or hand a further input to an open session.
 
         Raises:
-            ValueError: the id is in use and is no open session.  Nothing has changed then.
+            ValueError: the id is in use and is no open session, or the input has no tokens.  Nothing has changed then.
         """
         existing = self.requests.get(request.request_id)
         if existing is not None:
@@ -281,6 +281,10 @@ class RequestLifecycle(SchedulerInterface):
     def _extend_session(self, existing: Request, update: Request) -> None:
         if existing.is_finished() or not self._sessions.is_open(existing):
             raise ValueError(f"request id {update.request_id!r} is already in use")
+        if update.resumable and update.num_prompt_tokens == 0:
+            raise ValueError(
+                f"the input of session {update.request_id!r} has no tokens; only its last may be empty"
+            )
         self._sessions.push(existing, update)
         if existing.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
             self._resume_session(existing)
@@ -289,6 +293,8 @@ class RequestLifecycle(SchedulerInterface):
         """Go on with the next input of a paused session, or end it."""
         if not self._sessions.resume(request, self.hash_block_size):
             self.finish_requests(request.request_id, RequestStatus.FINISHED_STOPPED)
+        elif request.num_computed_tokens == 0:
+            self._release_holder(request)
 
     # --- end --------------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class CacheShape:
     ``replay_tokens``: tokens before the end of a hit that have to be computed again.
     ``hash_tokens``: tokens per block hash.
     ``can_cut_anywhere``: a request may lose its last blocks and go on from the border before them.
+    ``overwrites_state``: some group has a running state, so that a token once computed cannot be taken back.
     """
 
     state_block_tokens: int | None
@@ -45,6 +46,7 @@ class CacheShape:
     replay_tokens: int
     hash_tokens: int
     can_cut_anywhere: bool
+    overwrites_state: bool
 
     @classmethod
     def from_config(cls, config: KVCacheConfig, block_size: int, hash_block_size: int) -> CacheShape:
@@ -62,6 +64,7 @@ class CacheShape:
             can_cut_anywhere=len(config.kv_cache_groups) == 1
             and alignment == 1
             and _keeps_all_tokens(specs[0]),
+            overwrites_state=any(isinstance(spec, MambaSpec) for spec in specs),
         )
 
     def restart_position(self, num_tokens: int) -> int:

@@ -248,11 +248,21 @@ class Results(Upkeep):
     def _end_or_pause(self, request: Request, output: EngineCoreOutput, error: RequestError | None) -> None:
         if error is None and request.resumable:
             output.finish_reason, output.stop_reason = request.get_finished_reason(), request.stop_reason
-            self._in_flight.drop_request(request.request_id)
-            self._forget_unconfirmed(request)
-            request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+            self._pause_session(request)
             return
         add_end(output, request, self._finish(request), error)
+
+    def _pause_session(self, request: Request) -> None:
+        """The session has answered; the token sampled last is not part of what it goes on from."""
+        has_run_on = request.num_computed_tokens >= request.num_tokens
+        self._in_flight.drop_request(request.request_id)
+        self._forget_unconfirmed(request)
+        request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+        if has_run_on and self.params.cache.overwrites_state:
+            # A step in flight takes the running state beyond that token: it is computed again, as far as need be.
+            self._free_blocks(request)
+            request.num_tokens_at_preemption = request.num_computed_tokens
+            request.num_computed_tokens = request.num_hash_offered_tokens = 0
 
     def _end_corrupted(self, request: Request, num_nans: int) -> EngineCoreOutput:
         """Logits were not finite: nothing the request has read or written may be reused."""
