@@ -56,11 +56,19 @@ class MiniEngine:
     size: SegmentShape
     clock: Clock = field(default_factory=StepClock)
     events: bool = False
+    engine_id: str | None = None
     stores: list[tuple[Lease, BlockHashWithGroupId]] = field(default_factory=list)
     reads: list[tuple[Lease, BlockHashWithGroupId]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.segment = SharedSegment(str(self.path), self.size, self.clock, patience_s=60.0, grace_s=0.0)
+        self.segment = SharedSegment(
+            str(self.path),
+            self.size,
+            self.clock,
+            engine_id=self.engine_id,
+            patience_s=60.0,
+            grace_s=0.0,
+        )
         self.pool = SharedPool(self.segment, 16, enable_kv_cache_events=self.events)
 
     def kill_after(self, num_stores: int) -> None:

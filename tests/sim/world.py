@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest.mock import patch
 
 from tests.sim.clock import SimClock
 from tests.sim.events import CapturingPublisher
@@ -34,7 +36,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import BlockHasher
 from vllm.v1.simple_kv_offload.capacity import gpu_total_bytes
-from vllm.v1.simple_kv_offload.copy_backends.shared_host import hold_segment, leave_shared_pool
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
 logging.getLogger("vllm").setLevel(logging.CRITICAL)
@@ -89,6 +90,7 @@ def _model_config(params: SimParams) -> SimpleNamespace:
     )
 
 
+JOIN = "vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector.join_shared_pool"
 SIM_DISK_WAIT_S = 4.0
 SIM_PROBE_EVERY = 2
 STATS_EVERY = 4
@@ -228,24 +230,23 @@ def build_world(params: SimParams) -> World:
         hold_segment(str(shared.path), shared.attach())
     grammars = Grammars(config)
     scheduler_cls = AsyncScheduler if params.async_scheduling else Scheduler
-    scheduler = scheduler_cls(
-        vllm_config=config,
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=grammars,
-        block_size=block_size,
-        hash_block_size=hash_size,
-        log_stats=params.seed % STATS_EVERY == 0,
-        clock=clock,
-        event_publisher=publisher,
-    )
+    with nullcontext() if shared is None else patch(JOIN, lambda *_: shared.attach()):
+        scheduler = scheduler_cls(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=grammars,
+            block_size=block_size,
+            hash_block_size=hash_size,
+            log_stats=params.seed % STATS_EVERY == 0,
+            clock=clock,
+            event_publisher=publisher,
+        )
     offloads = _offloads(scheduler.connector)
     for manager in offloads:
         manager.speed.probe_every, manager.speed.samples_min = SIM_PROBE_EVERY, 1
         manager.clock = clock
         if manager.chain is not None:
             manager.chain.clock = clock
-    if shared is not None:
-        leave_shared_pool(config)  # the worker half; the scheduler half goes with the world
     uses_hashes = params.prefix_caching or params.host_blocks > 0
     return World(
         params=params,

@@ -254,6 +254,18 @@ class KVCacheSpec:
         """How many tensor-parallel ranks hold identical bytes of this cache; 1 where it is not known."""
         return 1
 
+    def tp_shard(self, rank: int, tp_size: int, dcp_size: int) -> int:
+        """Which of the distinct caches of this layer a tensor-parallel rank holds, from 0.
+
+        Ranks with equal numbers hold identical bytes. Heads are dealt to the ranks in order, so replicas are
+        neighbours, and those that split the context lie among them in turn.
+        """
+        split = dcp_size if self.dcp_sharded else 1
+        alike = self.tp_replicas(tp_size, dcp_size) * split
+        if alike == split or tp_size % alike:
+            return rank
+        return rank // alike * split + rank % split
+
     @classmethod
     def merge(cls: type[SpecT], specs: Sequence[SpecT]) -> SpecT:
         """One spec for a group of layers. AssertionError if they cannot share a group."""

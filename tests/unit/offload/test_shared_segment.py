@@ -16,6 +16,7 @@ from vllm.utils.clock import MonotonicClock
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.simple_kv_offload.copy_backends import shared_segment
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import remove_stale_segments, segment_path
+from vllm.v1.simple_kv_offload.copy_backends.shared_places import PlaceLocks
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import (
     SegmentShape,
     SharedSegment,
@@ -350,15 +351,15 @@ def test_an_engine_that_was_about_to_open_a_removed_file_makes_its_own(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = MiniEngine(path, shape())
-    wait = SharedSegment._wait_for_mutex
+    wait = PlaceLocks.wait_for_mutex
 
-    def slow(self: SharedSegment, patience_s: float) -> bool:
-        if self is not last.segment:
-            monkeypatch.setattr(SharedSegment, "_wait_for_mutex", wait)
+    def slow(self: PlaceLocks, patience_s: float) -> bool:
+        if self is not last.segment._locks:
+            monkeypatch.setattr(PlaceLocks, "wait_for_mutex", wait)
             last.segment.close()
         return wait(self, patience_s)
 
-    monkeypatch.setattr(SharedSegment, "_wait_for_mutex", slow)
+    monkeypatch.setattr(PlaceLocks, "wait_for_mutex", slow)
     engine = MiniEngine(path, shape())
     assert os.stat(path).st_ino == os.fstat(engine.segment._fd).st_ino
     assert engine.view() == ({}, set())

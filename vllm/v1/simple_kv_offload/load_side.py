@@ -28,7 +28,8 @@ class Load:
     """One request's load.
 
     ``finished``: the request ended before its load. ``deliverable`` False: it has no blocks and is sent only to be
-    reported as failed. ``bad_slots_known``: workers told which of its sources are unusable.
+    reported as failed. ``bad_slots_known``: workers told which of its sources are unusable. ``groups``: those of its
+    blocks, where workers have to know them.
     """
 
     request: Request
@@ -37,6 +38,7 @@ class Load:
     finished: bool = False
     deliverable: bool = True
     bad_slots_known: bool = False
+    groups: Sequence[int] = ()
 
 
 class LoadSide:
@@ -75,27 +77,33 @@ class LoadSide:
                 num_tokens,
                 request.request_id,
             )
-            self._start(request, [], deliverable=False)
+            self._start(request, [], (), deliverable=False)
             return
         plan, lease = accepted
-        pairs = [
-            (slot, target)
+        chosen = [
+            (slot, target, group)
             for slot, (group, index) in zip(plan.tier_blocks, plan.positions, strict=True)
             # Out of the window at the end of the prefix: nothing will read it.
             if not (target := blocks.blocks[group][index]).is_null
         ]
         self._tier.used(plan.tier_blocks)
-        self._start(request, pairs, deliverable=True)
+        groups = [group for _, _, group in chosen] if self._tier.has_parts else ()
+        self._start(request, [(slot, target) for slot, target, _ in chosen], groups, deliverable=True)
         lease.release()
 
     def _start(
-        self, request: Request, pairs: Sequence[tuple[KVCacheBlock, KVCacheBlock]], *, deliverable: bool
+        self,
+        request: Request,
+        pairs: Sequence[tuple[KVCacheBlock, KVCacheBlock]],
+        groups: Sequence[int],
+        *,
+        deliverable: bool,
     ) -> None:
         owner = f"load of {request.request_id}"
         source = Lease(self._tier.pool, [slot for slot, _ in pairs], owner)
         target = Lease(self._device, [block for _, block in pairs], owner)
         transfer = Transfer(owner, target, source, request_id=request.request_id)
-        self.loads[request.request_id] = Load(request, transfer, deliverable=deliverable)
+        self.loads[request.request_id] = Load(request, transfer, deliverable=deliverable, groups=groups)
         self.ledger.scheduled += len(pairs)
         self.num_loads += 1
 
@@ -118,6 +126,7 @@ class LoadSide:
             metadata.load_gpu_blocks += [block.block_id for block in load.transfer.device_blocks]
             metadata.load_cpu_blocks += [block.block_id for block in load.transfer.tier_blocks]
             metadata.load_block_counts.append(len(load.transfer))
+            metadata.load_groups += load.groups
         metadata.load_event = metadata.issued_load_event = event
         metadata.load_event_to_reqs = {event: delivered}
 

@@ -140,7 +140,9 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             use_page_cache,
             lazy_offload,
             num_blocks,
-            device_block_bytes(kv_cache_config, self.expected_worker_count),
+            device_block_bytes(
+                kv_cache_config, self.expected_worker_count if shared_table is None else self.tier.num_parts
+            ),
         )
         self.max_pending_blocks = blocks_in(kv_cache_config, policy.max_pending_store_bytes)
         # Both sides need the device's pool, which exists only after the manager: see bind_gpu_block_pool.
@@ -291,6 +293,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             metadata.move_down = self.chain.down.submit()
             metadata.move_up = self.chain.up.submit()
             if self.chain.kept is not None:
+                if self.tier.has_parts:
+                    metadata.store_groups += transfer.keys.groups(self.tier.group_ids[0])
                 metadata.kept = self.chain.kept.order()
         if self.speed.checked:
             metadata.measures = True

@@ -5,6 +5,7 @@ Owns records only. It must not know how blocks are chosen nor how bytes move. La
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_hash import BlockHashWithGroupId
@@ -117,6 +118,20 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     """Whether `Timings` are wanted."""
     prefill_tokens: int = 0
     """Prompt tokens that the step computes, if it is one worth timing."""
+    load_groups: list[int] = field(default_factory=list)
+    """Group of each block of the load, where ranks must know which part of a slot is theirs; else empty. Store alike."""
+    store_groups: list[int] = field(default_factory=list)
+
+    def loads_by_request(self) -> Iterator[tuple[tuple[str, ...], slice]]:
+        """The load's requests with their part of the block lists; one part for all if none is stated."""
+        req_ids = self.load_event_to_reqs.get(self.load_event, [])
+        if not self.load_block_counts:
+            yield tuple(req_ids), slice(None)
+            return
+        start = 0
+        for req_id, count in zip(req_ids, self.load_block_counts, strict=True):
+            yield (req_id,), slice(start, start + count)
+            start += count
 
     def is_empty(self) -> bool:
         """True if the workers have nothing to do."""

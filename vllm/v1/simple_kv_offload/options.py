@@ -127,14 +127,12 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
         disk_tier=disk_tier,
         disk_wait_s=_seconds(extra, "disk_wait_s", DEFAULT_DISK_WAIT_S),
         policy=policy,
-        shared_pool=_shared_pool(extra, is_disk, policy, world_size),
+        shared_pool=_shared_pool(extra, is_disk, policy),
         disk_persist=disk_persist,
     )
 
 
-def _shared_pool(
-    extra: Mapping[str, Any], is_disk: bool, policy: OffloadPolicy, world_size: int
-) -> str | None:
+def _shared_pool(extra: Mapping[str, Any], is_disk: bool, policy: OffloadPolicy) -> str | None:
     name = extra.get("shared_pool")
     if name is None:
         return None
@@ -149,8 +147,6 @@ def _shared_pool(
             f"shared_pool={name!r} has an order of eviction of its own, least recently used of all engines: "
             f"it does not go with eviction_policy={policy.eviction_policy!r}"
         )
-    if world_size != 1:
-        raise ValueError(f"shared_pool={name!r} needs engines of one rank, this one has {world_size}")
     return name
 
 

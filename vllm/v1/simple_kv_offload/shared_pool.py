@@ -53,6 +53,11 @@ class SlotTable(Protocol):
     @property
     def keys_per_slot(self) -> int: ...
     @property
+    def num_parts(self) -> int:
+        """How many ranks' different bytes a slot holds."""
+        ...
+
+    @property
     def epoch(self) -> int:
         """How often everything was made unfindable."""
         ...

@@ -90,6 +90,7 @@ class Tier:
         self.key_suffixes = frozenset(map(get_group_suffix, self.group_ids))
         """What keys of these groups end with."""
         self.shared: SharedPool | None = None
+        self.num_parts = 1 if shared_table is None else shared_table.num_parts
         if shared_table is not None:
             check(shared_table.num_slots == geometry.num_blocks, "the shared pool is of another size")
             self.shared = SharedPool(
@@ -119,6 +120,11 @@ class Tier:
 
     def make_coordinator(self, pool: BlockPool) -> KVCacheCoordinator:
         """A coordinator with this tier's rules that searches ``pool``."""
+    @property
+    def has_parts(self) -> bool:
+        """Whether a slot has a part for each of several ranks: those must know of which group it is."""
+        return self.num_parts > 1
+
         geometry = self.geometry
         return get_kv_cache_coordinator(
             kv_cache_config=self.config,

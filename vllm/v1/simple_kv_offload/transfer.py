@@ -10,7 +10,7 @@ from enum import Enum
 from typing import NamedTuple, cast, overload
 
 from vllm.utils.checks import check
-from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.core.block_hash import BlockHashWithGroupId, get_group_id
 from vllm.v1.core.block_index import StoredBlockInfo
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.kv_cache_block import KVCacheBlock
@@ -91,6 +91,10 @@ class Contents(Sequence[tuple[StagedKey, ...]]):
     def primary_keys(self) -> Sequence[BlockHashWithGroupId | None]:
         """The first key of each block, None where it has none."""
         return self._primary
+
+    def groups(self, default: int) -> list[int]:
+        """The group of each block; ``default`` where it has no key any more."""
+        return [default if key is None else get_group_id(key) for key in self._primary]
 
     def all_keys(self) -> Iterable[BlockHashWithGroupId]:
         """All keys of all blocks."""

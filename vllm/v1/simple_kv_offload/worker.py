@@ -7,7 +7,7 @@ tokens or why a block is copied. Layer L6.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,9 +30,8 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
 from vllm.v1.simple_kv_offload.copy_backends.disk_file import DIRECT_IO_ALIGNMENT
 from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import (
-    leave_shared_pool,
+    SharedSlots,
     open_shared_pool,
-    segment_regions,
 )
 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor, unpin_tensor
 from vllm.v1.simple_kv_offload.disk_backend import DiskBackend, disk_file_path, kept_file_path
@@ -47,6 +46,7 @@ from vllm.v1.simple_kv_offload.metadata import (
 )
 from vllm.v1.simple_kv_offload.options import DEFAULT_TRANSFER_TIMEOUT_S, check_num_cpu_blocks
 from vllm.v1.simple_kv_offload.regions import LayerCache, device_regions
+from vllm.v1.simple_kv_offload.rank_parts import count_parts
 from vllm.v1.simple_kv_offload.sizing import sync_num_offload_blocks_across_workers
 from vllm.v1.simple_kv_offload.timing import StepTimer
 
@@ -120,7 +120,7 @@ class SimpleCPUOffloadWorker:
     ) -> None:
         self._vllm_config = vllm_config
         self._shared_pool = shared_pool
-        self._in_shared_pool = False
+        self._shared: SharedSlots | None = None
         self._kv_cache_config = kv_cache_config
         self._is_disk = kv_offload_backend == "disk"
         self._capacity_bytes = disk_capacity_bytes if self._is_disk else cpu_capacity_bytes
@@ -167,7 +167,7 @@ class SimpleCPUOffloadWorker:
         self.device = next(iter(self.gpu_kv_caches.values())).device
         self._timer = StepTimer(self._clock, self.device)
         block_bytes = bytes_per_block(self.gpu_kv_caches)
-        capacity_blocks = max(1, self._capacity_bytes // block_bytes)
+        capacity_blocks = max(1, self._own_bytes() // block_bytes)
         own_blocks = choose_num_blocks(capacity_blocks, self._configured_blocks)
         self.num_cpu_blocks = sync_num_offload_blocks_across_workers(own_blocks)
         streams = _copy_streams(self.device)
@@ -183,16 +183,26 @@ class SimpleCPUOffloadWorker:
             )
 
     def _start_host(self, streams: Streams) -> None:
+    def _own_bytes(self) -> int:
+        """Bytes of this rank's part: of a shared pool, what all ranks have together is divided by its parts."""
+        if self._shared_pool is None or self._vllm_config is None:
+            return self._capacity_bytes
+        parallel = self._vllm_config.parallel_config
+        tp_size, dcp_size = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+        num_parts = count_parts(self._kv_cache_config, tp_size, dcp_size)
+        return self._capacity_bytes * parallel.world_size // num_parts
+
         assert self.device is not None
         pins = PIN_MEMORY and self.device.type == "cuda"
         row_bytes = {name: region.shape[1] for name, region in self.gpu_kv_caches.items()}
         regions = None
         if self._shared_pool is not None:
-            segment = open_shared_pool(
+            if self._vllm_config is None:
+                raise ValueError("shared_pool needs the engine's configuration")
+            self._shared = open_shared_pool(
                 self._vllm_config, self._kv_cache_config, self._shared_pool, row_bytes, self.num_cpu_blocks
             )
-            self._in_shared_pool = True
-            regions = segment_regions(segment, row_bytes)
+            regions = self._shared.regions
         self._host_buffer = HostBuffer(
             row_bytes,
             self.num_cpu_blocks,
@@ -291,10 +301,11 @@ class SimpleCPUOffloadWorker:
         if self._host_buffer is not None:
             self._host_buffer.close()
             self._host_buffer = None
-        if self._in_shared_pool:
-            self._in_shared_pool = False
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            # Slots are not given away under a copy.
             copies = (*self._loads, *self._stores)
-            leave_shared_pool(self._vllm_config, busy=not all(copy.is_over() for copy in copies))
+            shared.segment.close(busy=not all(copy.is_over() for copy in copies))
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -349,6 +360,8 @@ class SimpleCPUOffloadWorker:
     def start_load_kv(self) -> None:
         """Start the step's loads, one copy per request, behind everything the device was given so far.
 
+            if self._shared is not None:
+                sources = self._shared.parts.rows(sources, metadata.load_groups[part])
         The wait keeps a load from overtaking a forward that still reads the blocks' old content, or
         the zeroing of fresh blocks.
         """
@@ -359,7 +372,7 @@ class SimpleCPUOffloadWorker:
             return
         self._load_pending = False
         wait_event = self._device_event()
-        for req_ids, part in _split_by_request(metadata):
+        for req_ids, part in metadata.loads_by_request():
             if not req_ids:
                 continue
             sources = metadata.load_cpu_blocks[part]
@@ -376,7 +389,13 @@ class SimpleCPUOffloadWorker:
         self._store_pending = False
         copy = _OpenCopy(metadata.store_event)
         self._stores.append(copy)
-        self._launch(copy, metadata.store_gpu_blocks, metadata.store_cpu_blocks, True, self._device_event())
+        sources, targets = metadata.store_gpu_blocks, metadata.store_cpu_blocks
+        if self._shared is not None:
+            # A rank with nothing to write reports the event all the same: the others are waited for.
+            mine = self._shared.parts.written(targets, metadata.store_groups)
+            rows = self._shared.parts.rows(targets, metadata.store_groups)
+            sources, targets = [sources[i] for i in mine], [rows[i] for i in mine]
+        self._launch(copy, sources, targets, True, self._device_event())
 
     def _launch(
         self,
@@ -407,6 +426,9 @@ class SimpleCPUOffloadWorker:
         failed, self._undeliverable = self._undeliverable, set()
         received = set(failed)
         still_open = []
+    def _slots_of(self, rows: frozenset[int]) -> frozenset[int]:
+        return rows if self._shared is None else frozenset(map(self._shared.parts.slot, rows))
+
         for copy in self._loads:
             if not copy.is_over():
                 still_open.append(copy)
@@ -416,7 +438,7 @@ class SimpleCPUOffloadWorker:
             self._timer.loaded(result, copy.num_blocks)
             if result is not None and result.error is not None:
                 failed.update(copy.req_ids)
-                self._bad_slots |= result.bad_blocks
+                self._bad_slots |= self._slots_of(result.bad_blocks)
                 logger.error("KV load of %s failed: %s", ", ".join(copy.req_ids), result.error)
         self._loads = still_open
         return KVConnectorTransferResults(None, received or None, failed)
@@ -474,19 +496,6 @@ class SimpleCPUOffloadWorker:
             self._backend.check_health()
         if self._moves is not None:
             self._moves.check_health()
-
-
-def _split_by_request(metadata: SimpleCPUOffloadMetadata) -> Iterator[tuple[tuple[str, ...], slice]]:
-    """The load's requests with their part of the block lists; one part for all if none is stated."""
-    req_ids = metadata.load_event_to_reqs.get(metadata.load_event, [])
-    counts = metadata.load_block_counts
-    if not counts:
-        yield tuple(req_ids), slice(None)
-        return
-    start = 0
-    for req_id, count in zip(req_ids, counts, strict=True):
-        yield (req_id,), slice(start, start + count)
-        start += count
 
 
 def _copy_streams(device: torch.device) -> Streams:

@@ -1,7 +1,7 @@
-"""The shared host pool of an engine: both halves of its connector reach the same segment through here.
+"""The shared host pool of an engine: how its ranks and its scheduler come to the same segment.
 
-Owns which segment an engine of this process uses, and its end when both halves have left: the worker half leaves when
-its copies have ended, so that slots are not given away under one. It must not know what slots hold. Layer L6.
+Owns which file that is, what must hold before there is one, and the clean-up of files that nobody uses. It must not know
+what slots hold. Layer L6.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -19,71 +18,159 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
+from vllm.v1.simple_kv_offload.copy_backends.shared_places import (
+    MAX_MEMBERS,
+    SCHEDULER,
+    remove_if_unused,
+)
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import (
     SegmentShape,
     SharedSegment,
-    remove_if_unused,
+    members_of,
 )
+from vllm.v1.simple_kv_offload.rank_parts import RankParts, count_parts, rank_parts
 
 logger = init_logger(__name__)
 
 DEFAULT_FOLDER = "/dev/shm"
 
 
-@dataclass(slots=True)
-class _Use:
-    segment: SharedSegment
-    halves: int = 1
-    busy: bool = False
+class SharedSlots:
+    """A rank's way to the slots: rows of ``regions``, which hold the parts that this rank uses."""
+
+    def __init__(self, segment: SharedSegment, row_bytes: Mapping[str, int], parts: RankParts) -> None:
+        self.segment = segment
+        self.parts = parts
+        self.regions: dict[str, torch.Tensor] = {}
+        first, rows = parts.first_part * parts.num_slots, parts.used_parts * parts.num_slots
+        for start, (name, size) in zip(segment.shape.region_starts[:-1], row_bytes.items(), strict=True):
+            offset = start + first * size
+            flat = torch.frombuffer(segment.data, dtype=torch.int8, offset=offset, count=rows * size)
+            self.regions[name] = flat.view(rows, size)
 
 
-_uses: dict[str, _Use] = {}
+def check_shareable(vllm_config: VllmConfig, name: str, num_bytes: int | None = None) -> None:
+    """``ValueError`` naming the setting for what cannot be shared; asked before the model is loaded.
 
-
-def open_shared_pool(
-    vllm_config: VllmConfig | None,
-    kv_cache_config: KVCacheConfig,
-    name: str,
-    row_bytes: Mapping[str, int],
-    num_slots: int,
-) -> SharedSegment:
-    """The worker half's way in: attach to the pool ``name`` of this node, or make it.
-
-    ``ValueError`` naming the setting for what cannot be shared, and as `SharedSegment` says.
+    ``num_bytes``: what the pool is to have, if that is known already.
     """
-    if vllm_config is None:
-        raise ValueError("shared_pool needs the engine's configuration")
+    parallel = vllm_config.parallel_config
     if vllm_config.lora_config is not None:
         raise ValueError(
             "shared_pool does not go with LoRA: an adapter's name says nothing about its weights"
         )
-    if not os.path.isdir(DEFAULT_FOLDER):
-        raise ValueError(f"shared_pool needs {DEFAULT_FOLDER}, which does not exist here")
+    if parallel.world_size != parallel.tensor_parallel_size:
+        raise ValueError(
+            f"shared_pool={name!r} goes with tensor parallelism only, not with pipeline_parallel_size="
+            f"{parallel.pipeline_parallel_size}, prefill_context_parallel_size="
+            f"{parallel.prefill_context_parallel_size}: ranks of a pool have the same layers"
+        )
+    if parallel.world_size >= MAX_MEMBERS:
+        raise ValueError(
+            f"shared_pool={name!r} goes with at most {MAX_MEMBERS - 1} ranks, got {parallel.world_size}"
+        )
+    if not os.path.isdir(DEFAULT_FOLDER) or not os.access(DEFAULT_FOLDER, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"shared_pool={name!r} needs {DEFAULT_FOLDER}, which does not exist here or is not writable; in a "
+            "container mount it (--ipc=host, or --shm-size), or leave shared_pool out"
+        )
+    room = _room_for(name)
+    if num_bytes is not None and num_bytes > room:
+        raise ValueError(
+            f"shared_pool={name!r}: {DEFAULT_FOLDER} has room for {room} bytes, cpu_bytes_to_use asks for "
+            f"{num_bytes}; lower it or enlarge that file system (in a container: --ipc=host, or --shm-size)"
+        )
+
+
+def _room_for(name: str) -> int:
+    """Bytes that a pool of this name may have. What lies there under its name is used again or removed."""
+    info = os.statvfs(DEFAULT_FOLDER)
+    room = info.f_bavail * info.f_frsize
+    for path in _segments(_segment_start(DEFAULT_FOLDER, name)):
+        try:
+            room += os.stat(path, follow_symlinks=False).st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return room
+
+
+def open_shared_pool(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    name: str,
+    row_bytes: Mapping[str, int],
+    num_slots: int,
+) -> SharedSlots:
+    """A rank's way in: attach to the pool ``name`` of this node, or make it. ``ValueError`` as `SharedSegment` says."""
+    check_shareable(vllm_config, name)
+    parallel = vllm_config.parallel_config
     shape = segment_shape(vllm_config, kv_cache_config, row_bytes, num_slots)
     path = segment_path(DEFAULT_FOLDER, name, shape.digest)
     remove_stale_segments(path)
-    segment = SharedSegment(path, shape)
-    hold_segment(_engine_id(vllm_config), segment)
-    logger.info("KV offload: shared pool %s, used by %d other engines", path, len(segment.attached()))
-    return segment
+    segment = SharedSegment(path, shape, engine_id=_engine_id(vllm_config), member=1 + parallel.rank)
+    logger.info(
+        "KV offload: shared pool %s as rank %d, beside %d other engines",
+        path,
+        parallel.rank,
+        segment.num_other_engines(),
+    )
+    parts = rank_parts(
+        kv_cache_config,
+        parallel.rank,
+        parallel.tensor_parallel_size,
+        parallel.decode_context_parallel_size,
+        num_slots,
+    )
+    return SharedSlots(segment, row_bytes, parts)
+
+
+def join_shared_pool(vllm_config: VllmConfig, name: str) -> SharedSegment:
+    """The scheduler's way in: the segment in which all ranks of its engine are. ``ValueError`` if there is none."""
+    engine_id, world_size = _engine_id(vllm_config), vllm_config.parallel_config.world_size
+    missing = list(range(world_size))
+    for path in _segments(_segment_start(DEFAULT_FOLDER, name)):
+        try:
+            members = members_of(path, engine_id, 1 + world_size)
+        except OSError as error:
+            logger.warning("KV offload: cannot look into %s: %s", path, error)
+            continue
+        if members is None:
+            continue
+        missing = [rank for rank in range(world_size) if 1 + rank not in members]
+        if not missing:
+            return SharedSegment(path, None, engine_id=engine_id, member=SCHEDULER)
+    raise ValueError(
+        f"shared_pool={name!r}: ranks {missing} of this engine are not in its pool in {DEFAULT_FOLDER}; all ranks "
+        "must run on the node of the scheduler and see the same memory"
+    )
 
 
 def segment_shape(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, row_bytes: Mapping[str, int], num_slots: int
 ) -> SegmentShape:
-    """What engines must agree on. A slot may have a key per hash unit of its largest group's block."""
+    """What engines must agree on, the number of their ranks included.
+
+    A slot may have a key per hash unit of its largest group's block.
+    """
+    parallel = vllm_config.parallel_config
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    dcp = parallel.decode_context_parallel_size
     largest = max(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups) * dcp
     content = hashlib.sha256(kv_digest(vllm_config, kv_cache_config))
-    content.update(repr((hash_block_size, list(row_bytes.items()))).encode())
+    num_parts = count_parts(kv_cache_config, parallel.tensor_parallel_size, dcp)
+    layout = (hash_block_size, list(row_bytes.items()), parallel.world_size, num_parts)
+    content.update(repr(layout).encode())
     keys_per_slot = max(1, -(-largest // hash_block_size))
-    return SegmentShape(content.digest(), num_slots, keys_per_slot, tuple(row_bytes.values()))
+    return SegmentShape(content.digest(), num_slots, keys_per_slot, tuple(row_bytes.values()), num_parts)
 
 
 def segment_path(folder: str, name: str, digest: bytes) -> str:
     """Where the pool ``name`` of this user lies for this kind of content."""
-    return os.path.join(folder, f"vllm-kv-{os.geteuid()}-{name}-{digest.hex()[:16]}")
+    return _segment_start(folder, name) + digest.hex()[:16]
+
+
+def _segment_start(folder: str, name: str) -> str:
+    return os.path.join(folder, f"vllm-kv-{os.geteuid()}-{name}-")
 
 
 def remove_stale_segments(path: str) -> list[str]:
@@ -91,12 +178,9 @@ def remove_stale_segments(path: str) -> list[str]:
 
     A file that cannot be looked at is logged and stays.
     """
-    folder, own = os.path.split(path)
-    pattern = re.compile(re.escape(own[:-16]) + "[0-9a-f]{16}")
     removed = []
-    for name in sorted(os.listdir(folder)):
-        candidate = os.path.join(folder, name)
-        if name == own or pattern.fullmatch(name) is None:
+    for candidate in _segments(path[:-16]):
+        if candidate == path:
             continue
         try:
             if remove_if_unused(candidate):
@@ -108,45 +192,15 @@ def remove_stale_segments(path: str) -> list[str]:
     return removed
 
 
-def segment_regions(segment: SharedSegment, row_bytes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """The slots' bytes by region: int8 tensors ``[num_slots, bytes]`` in the shared memory."""
-    regions = {}
-    for start, (name, size) in zip(segment.shape.region_starts[:-1], row_bytes.items(), strict=True):
-        count = segment.num_slots * size
-        flat = torch.frombuffer(segment.data, dtype=torch.int8, offset=start, count=count)
-        regions[name] = flat.view(segment.num_slots, size)
-    return regions
-
-
-def hold_segment(engine_id: str, segment: SharedSegment) -> None:
-    """One half uses this segment; the other finds it with `join_shared_pool`."""
-    if engine_id in _uses:
-        raise ValueError(f"engine {engine_id} has a shared pool already")
-    _uses[engine_id] = _Use(segment)
-
-
-def join_shared_pool(vllm_config: VllmConfig) -> SharedSegment:
-    """The scheduler half's way in. ``ValueError`` if the worker half of this engine is not in this process."""
-    use = _uses.get(_engine_id(vllm_config))
-    if use is None:
-        raise ValueError(
-            "shared_pool needs the worker in the process of the engine core; this executor runs it elsewhere"
-        )
-    use.halves += 1
-    return use.segment
-
-
-def leave_shared_pool(vllm_config: VllmConfig | None, *, busy: bool = False) -> None:
-    """One half is done with it. ``busy``: a copy could not be ended, so the slots stay taken while the process lives."""
-    engine_id = "" if vllm_config is None else _engine_id(vllm_config)
-    use = _uses.get(engine_id)
-    if use is None:
-        return
-    use.halves -= 1
-    use.busy |= busy
-    if use.halves == 0:
-        del _uses[engine_id]
-        use.segment.close(busy=use.busy)
+def _segments(start: str) -> list[str]:
+    """Files whose paths are ``start`` and a digest: one pool's, whatever they hold."""
+    folder, prefix = os.path.split(start)
+    pattern = re.compile(re.escape(prefix) + "[0-9a-f]{16}")
+    return [
+        os.path.join(folder, name)
+        for name in sorted(os.listdir(folder))
+        if pattern.fullmatch(name) is not None
+    ]
 
 
 def _engine_id(vllm_config: VllmConfig) -> str:

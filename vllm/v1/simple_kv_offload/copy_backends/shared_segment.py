@@ -9,7 +9,7 @@ Words of 8 bytes: header, attachers, log of changed slots, slots; then, page-ali
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import mmap
 import os
 import stat
@@ -21,14 +21,19 @@ from dataclasses import dataclass
 from vllm.logger import init_logger
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.simple_kv_offload.copy_backends.shared_places import (
+    MAX_PLACES,
+    SCHEDULER,
+    PlaceLocks,
+    is_at,
+)
 from vllm.v1.simple_kv_offload.shared_pool import Keys, SlotRecord, SlotState
 
 logger = init_logger(__name__)
 
 MAGIC = int.from_bytes(b"KVSHARE1", "little")
-FORMAT = 1
+FORMAT = 2
 PAGE = 4096
-MAX_ATTACHERS = 64
 LOG_SLOTS = 1 << 16
 """Changes that an engine may miss before it has to look at every slot."""
 KEY_BYTES = 40
@@ -36,19 +41,16 @@ KEY_BYTES = 40
 
 # Header words. Signed where marked.
 _MAGIC, _FORMAT, _NUM_SLOTS, _KEYS_PER_SLOT, _SIZE, _DIGEST = 0, 1, 2, 3, 4, 5  # the digest takes 4 words
+_NUM_PARTS = 9
 _EPOCH, _CHANGES, _LAST, _FIRST = 16, 17, 18, 19  # _LAST and _FIRST: greatest and least stamp, signed
 _ATTACHERS, _ATTACHER_WORDS = 64, 4
-_ACTIVE, _PID, _JOINED_NS, _LEFT_NS = range(_ATTACHER_WORDS)
+_ACTIVE, _PID, _ENGINE, _LEFT_NS = range(_ATTACHER_WORDS)
 _LOG = 512
 _SLOTS = _LOG + LOG_SLOTS
 # A slot: generation and state, epoch of its keys, who holds it (a bit each), stamp (signed), number of keys, keys.
 _CONTROL, _BORN, _HOLDERS, _STAMP, _NUM_KEYS, _KEYS = range(6)
 _KEY_WORDS = 6  # length and key, tokens (signed, -1 = unknown)
 _STATE_BITS = 2
-
-# Locks on bytes that no file reaches.
-_MUTEX = 1 << 40
-_FLOCK = struct.Struct("hhqqi4x")
 
 LOCK_PATIENCE_S = 5.0
 START_PATIENCE_S = 120.0
@@ -60,12 +62,14 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SegmentShape:
-    """What all engines of a segment must have in common. ``row_bytes``: bytes of a slot in each region."""
+    """What all engines of a segment must have in common. ``row_bytes``: bytes of one part of a slot in each region;
+    a slot has ``num_parts`` of them."""
 
     digest: bytes
     num_slots: int
     keys_per_slot: int
     row_bytes: tuple[int, ...]
+    num_parts: int = 1
 
     @property
     def slot_words(self) -> int:
@@ -77,28 +81,31 @@ class SegmentShape:
         """First byte of each region, and the end of the last: the size of the file."""
         starts = [_aligned(8 * (_SLOTS + self.num_slots * self.slot_words))]
         for size in self.row_bytes:
-            starts.append(_aligned(starts[-1] + size * self.num_slots))
+            starts.append(_aligned(starts[-1] + size * self.num_slots * self.num_parts))
         return tuple(starts)
 
 
 class SharedSegment:
-    """One engine's place in a segment; see `SlotTable`. Not for several threads.
+    """One process's place in a segment; see `SlotTable`. Not for several threads.
 
-    Makes the file if there is none, or if nobody uses it and it is of another shape. ``ValueError`` naming the setting
-    if it cannot be made, or is in use with another shape.
+    Makes the file if there is none, or if nobody uses it and it is of another shape. Processes that give the same
+    ``engine_id`` have one place together, in which each is another ``member``; only the scheduler uses the table.
+    Without ``engine_id`` the process is an engine by itself. Without ``shape`` the file must be there, and its bytes
+    are not mapped. ``ValueError`` naming the setting if the file cannot be made, or is in use with another shape.
     """
 
     def __init__(
         self,
         path: str,
-        shape: SegmentShape,
+        shape: SegmentShape | None,
         clock: Clock | None = None,
         *,
+        engine_id: str | None = None,
+        member: int = SCHEDULER,
         patience_s: float = LOCK_PATIENCE_S,
         grace_s: float = GRACE_S,
     ) -> None:
         self.path = path
-        self.shape = shape
         self._clock = clock or MonotonicClock()
         self._patience_s = patience_s
         self._grace_s = grace_s
@@ -108,16 +115,17 @@ class SharedSegment:
         ] = {}  # by slot, with the control word that they belong to
         self._next_search = 0.0
         self._index = -1
-        self._fd = self._open()
+        self._fd = self._open(may_make=shape is not None)
         try:
             try:
+                self.shape = shape or read_shape(self._fd, path)
                 self._map = self._use_or_make()
                 view = memoryview(self._map)
                 self._bytes, self._words, self._signed = view, view.cast("Q"), view.cast("q")
                 self._free_dead(search_now=True)
-                self._index = self._join()
+                self._index = self._join(engine_id, member)
             finally:
-                self._lock(_MUTEX, fcntl.F_UNLCK)
+                self._locks.release_mutex()
         except BaseException:
             os.close(self._fd)
             raise
@@ -125,23 +133,24 @@ class SharedSegment:
 
     # -- opening ------------------------------------------------------------------------------
 
-    def _open(self) -> int:
+    def _open(self, *, may_make: bool) -> int:
         """A descriptor of the file that lies at the path now, with the mutex held."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if may_make else 0)
         while True:
             try:
-                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fd = os.open(self.path, flags, 0o600)
             except OSError as error:
                 raise ValueError(f"shared_pool: {self.path} cannot be opened: {error}") from error
             try:
                 info = os.fstat(fd)
                 if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
                     raise ValueError(f"shared_pool: {self.path} is not a file of this user")
-                self._fd = fd
-                if not self._wait_for_mutex(START_PATIENCE_S):
+                self._locks = PlaceLocks(fd, self._clock)
+                if not self._locks.wait_for_mutex(START_PATIENCE_S):
                     raise ValueError(
                         f"shared_pool: another engine has kept {self.path} locked for {START_PATIENCE_S:g} s"
                     )
-                if _is_at(self.path, info):
+                if is_at(self.path, info):
                     return fd
             except BaseException:
                 os.close(fd)
@@ -150,12 +159,12 @@ class SharedSegment:
 
     def _use_or_make(self) -> mmap.mmap:
         problem = self._mismatch()
+        if problem is not None and self.attached():
+            raise ValueError(
+                f"shared_pool: {self.path} is in use with {problem}; all engines of a pool need the same model "
+                "and the same cpu_bytes_to_use or num_cpu_blocks"
+            )
         if problem is not None:
-            if self.attached():
-                raise ValueError(
-                    f"shared_pool: {self.path} is in use with {problem}; all engines of a pool need the same model "
-                    "and the same cpu_bytes_to_use or num_cpu_blocks"
-                )
             self._make()
         # A mapping keeps its descriptor's locks alive: it gets one of its own.
         own = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -177,6 +186,10 @@ class SharedSegment:
             return "another model or layout"
         if (words[_NUM_SLOTS], words[_KEYS_PER_SLOT]) != (shape.num_slots, shape.keys_per_slot):
             return f"{words[_NUM_SLOTS]} blocks instead of {shape.num_slots}"
+        if words[_NUM_PARTS] != shape.num_parts:
+            return f"blocks of {words[_NUM_PARTS]} parts instead of {shape.num_parts}"
+        if not shape.row_bytes:  # only the table is wanted
+            return None
         if size != shape.region_starts[-1] or words[_SIZE] != size:
             return f"{size} bytes instead of {shape.region_starts[-1]}"
         return None
@@ -194,51 +207,41 @@ class SharedSegment:
                 "cpu_bytes_to_use or num_cpu_blocks, or enlarge that file system"
             ) from error
         header = struct.pack("=5Q", 0, FORMAT, shape.num_slots, shape.keys_per_slot, size)
-        os.pwrite(self._fd, header + _padded(shape.digest), 0)
+        parts = struct.pack("=Q", shape.num_parts)
+        os.pwrite(self._fd, header + _padded(shape.digest) + parts, 0)
         os.pwrite(self._fd, struct.pack("=Q", MAGIC), 0)
 
-    def _join(self) -> int:
-        for index in range(MAX_ATTACHERS):
-            if not self._attacher(index, _ACTIVE) and self._lock(_MUTEX + 1 + index, fcntl.F_WRLCK):
+    def _join(self, engine_id: str | None, member: int) -> int:
+        tag = engine_tag(engine_id) if engine_id is not None else int.from_bytes(os.urandom(8), "little")
+        for index in range(MAX_PLACES):
+            is_ours = self._attacher(index, _ACTIVE) and self._attacher(index, _ENGINE) == tag
+            if is_ours and self._locks.is_alive(index):
+                return self._join_at(index, member, engine_id)
+        for index in range(MAX_PLACES):
+            if not self._attacher(index, _ACTIVE) and not self._locks.is_alive(index):
                 self._set_attacher(index, _PID, os.getpid())
-                self._set_attacher(index, _JOINED_NS, time.monotonic_ns())
+                self._set_attacher(index, _ENGINE, tag)
                 self._set_attacher(index, _LEFT_NS, 0)
                 self._set_attacher(index, _ACTIVE, 1)
-                return index
+                return self._join_at(index, member, engine_id)
+        raise ValueError(f"shared_pool: {self.path} is used by {MAX_PLACES} engines, the most there may be")
+
+    def _join_at(self, index: int, member: int, engine_id: str | None) -> int:
+        if self._locks.take(index, member):
+            return index
+        what = "the scheduler" if member == SCHEDULER else f"rank {member - 1}"
         raise ValueError(
-            f"shared_pool: {self.path} is used by {MAX_ATTACHERS} engines, the most there may be"
+            f"shared_pool: another process is {what} of engine_id={engine_id!r} in {self.path}; engines need "
+            "ids of their own"
         )
 
-    # -- locks --------------------------------------------------------------------------------
-
-    def _lock(self, start: int, kind: int) -> bool:
-        """Set or drop the lock on one byte; False if another engine has it."""
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, 1, 0))
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def _is_alive(self, index: int) -> bool:
-        """Whether the process that joined in this place still exists."""
-        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _MUTEX + 1 + index, 1, 0)
-        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, wanted)
-        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
-
-    def _wait_for_mutex(self, patience_s: float) -> bool:
-        pause, deadline = 20e-6, None
-        while not self._lock(_MUTEX, fcntl.F_WRLCK):
-            now = self._clock.monotonic()
-            deadline = now + patience_s if deadline is None else deadline
-            if now >= deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-        return True
-
     def attached(self) -> list[int]:
-        """Places of other engines that are alive."""
-        return [index for index in range(MAX_ATTACHERS) if self._is_alive(index)]
+        """Places in which other processes are alive, those of this engine included."""
+        return [index for index in range(MAX_PLACES) if self._locks.is_alive(index)]
+
+    def num_other_engines(self) -> int:
+        """Engines beside this one that are alive."""
+        return sum(index != self._index for index in self.attached())
 
     # -- SlotTable ----------------------------------------------------------------------------
 
@@ -251,18 +254,22 @@ class SharedSegment:
         return self.shape.keys_per_slot
 
     @property
+    def num_parts(self) -> int:
+        return self.shape.num_parts
+
+    @property
     def epoch(self) -> int:
         return self._words[_EPOCH]
 
     def acquire(self) -> bool:
-        if self._fd < 0 or not self._wait_for_mutex(self._patience_s):
+        if self._fd < 0 or not self._locks.wait_for_mutex(self._patience_s):
             return False
         self._free_dead()
         return True
 
     def release(self) -> None:
         self._seen = self._words[_CHANGES]
-        self._lock(_MUTEX, fcntl.F_UNLCK)
+        self._locks.release_mutex()
 
     def take_changes(self) -> Iterable[int]:
         now, seen = self._words[_CHANGES], self._seen
@@ -384,8 +391,8 @@ class SharedSegment:
         if now < self._next_search and not search_now:
             return
         self._next_search = now + LOOK_FOR_DEAD_S
-        for index in range(MAX_ATTACHERS):
-            if not self._attacher(index, _ACTIVE) or index == self._index or self._is_alive(index):
+        for index in range(MAX_PLACES):
+            if not self._attacher(index, _ACTIVE) or index == self._index or self._locks.is_alive(index):
                 continue
             moment = time.monotonic_ns()
             if not self._attacher(index, _LEFT_NS):
@@ -420,17 +427,18 @@ class SharedSegment:
         return self._map
 
     def close(self, *, busy: bool = False) -> None:
-        """Leave; the last engine removes the file. Idempotent.
+        """Leave; the last process of an engine gives up its place, the last of all removes the file. Idempotent.
 
         ``busy``: a copy may still write. Then the place stays taken until the process ends.
         """
         if self._fd < 0 or busy:
             return
         try:
-            if self._wait_for_mutex(self._patience_s):
-                self._drop_holds(self._index)
-                self._set_attacher(self._index, _ACTIVE, 0)
-                if not self.attached() and _is_at(self.path, os.fstat(self._fd)):
+            if self._locks.wait_for_mutex(self._patience_s):
+                if not self._locks.is_alive(self._index):
+                    self._drop_holds(self._index)
+                    self._set_attacher(self._index, _ACTIVE, 0)
+                if not self.attached() and is_at(self.path, os.fstat(self._fd)):
                     os.unlink(self.path)
         finally:
             # Closing drops all locks; a place that could not be given back is found to be a dead one's.
@@ -438,34 +446,36 @@ class SharedSegment:
             os.close(fd)
 
 
-def remove_if_unused(path: str) -> bool:
-    """Remove a segment of this user that no engine uses or is about to use; False if it stays."""
+def read_shape(fd: int, path: str) -> SegmentShape:
+    """What the header of a segment says, without its regions. ``ValueError`` if it is none."""
+    raw = os.pread(fd, 8 * _ATTACHERS, 0)
+    words = struct.unpack(f"={_ATTACHERS}Q", raw.ljust(8 * _ATTACHERS, b"\0"))
+    if words[_MAGIC] != MAGIC or words[_FORMAT] != FORMAT:
+        raise ValueError(f"shared_pool: {path} is no pool of this version")
+    digest = raw[8 * _DIGEST : 8 * _DIGEST + 32]
+    return SegmentShape(digest, words[_NUM_SLOTS], words[_KEYS_PER_SLOT], (), words[_NUM_PARTS])
+
+
+def engine_tag(engine_id: str) -> int:
+    """By what the processes of an engine know each other in the file."""
+    return int.from_bytes(hashlib.sha256(engine_id.encode()).digest()[:8], "little")
+
+
+def members_of(path: str, engine_id: str, num_members: int) -> list[int] | None:
+    """Which of an engine's processes use the segment now; None if the engine has no place in it.
+
+    ``OSError`` if the file cannot be read.
+    """
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-            return False
-        # The mutex and all places at once.
-        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _MUTEX, 1 + MAX_ATTACHERS, 0)
-        try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
-        except (BlockingIOError, PermissionError):
-            return False
-        if not _is_at(path, info):
-            return False
-        os.unlink(path)
-        return True
+        raw = os.pread(fd, 8 * _ATTACHER_WORDS * MAX_PLACES, 8 * _ATTACHERS)
+        locks, tag = PlaceLocks(fd, MonotonicClock()), engine_tag(engine_id)
+        for place, record in enumerate(struct.iter_unpack(f"={_ATTACHER_WORDS}Q", raw)):
+            if record[_ACTIVE] and record[_ENGINE] == tag and locks.is_alive(place):
+                return [member for member in range(num_members) if locks.is_there(place, member)]
     finally:
         os.close(fd)
-
-
-def _is_at(path: str, info: os.stat_result) -> bool:
-    """Whether the path still leads to this file."""
-    try:
-        now = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return (now.st_dev, now.st_ino) == (info.st_dev, info.st_ino)
+    return None
 
 
 def _padded(digest: bytes) -> bytes:

@@ -32,7 +32,8 @@ from vllm.v1.kv_connector_types import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
-from vllm.v1.simple_kv_offload.copy_backends.shared_host import join_shared_pool, leave_shared_pool
+from vllm.v1.simple_kv_offload.copy_backends.shared_host import check_shareable, join_shared_pool
+from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import KeptInventory, SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadPromMetrics, SimpleCPUOffloadStats
@@ -43,7 +44,6 @@ from vllm.v1.simple_kv_offload.options import (
     parse_options,
 )
 from vllm.v1.simple_kv_offload.records import BoundaryStoreStats
-from vllm.v1.simple_kv_offload.shared_pool import SlotTable
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
 logger = init_logger(__name__)
@@ -62,7 +62,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.scheduler_manager: SimpleCPUOffloadScheduler | None = None
         self.worker_handler: SimpleCPUOffloadWorker | None = None
-        self._in_shared_pool = False
+        self._table: SharedSegment | None = None
         world_size = vllm_config.parallel_config.world_size
         options = self._read_options(
             self._kv_transfer_config.kv_connector_extra_config, world_size, kv_cache_config
@@ -79,10 +79,10 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(f"{type(self).__name__} needs the kv_cache_config")
         if role is KVConnectorRole.SCHEDULER:
             _log_options(options, world_size)
-            table = None if options.shared_pool is None else join_shared_pool(vllm_config)
-            self._in_shared_pool = table is not None
+            if options.shared_pool is not None:
+                self._table = join_shared_pool(vllm_config, options.shared_pool)
             try:
-                self.scheduler_manager = _make_manager(vllm_config, kv_cache_config, options, table)
+                self.scheduler_manager = _make_manager(vllm_config, kv_cache_config, options, self._table)
             except BaseException:
                 self.shutdown()
                 raise
@@ -102,7 +102,11 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         transfer_config = vllm_config.kv_transfer_config
         if transfer_config is not None:
             extra = transfer_config.kv_connector_extra_config
-            cls._read_options(extra, vllm_config.parallel_config.world_size, None)
+            options = cls._read_options(extra, vllm_config.parallel_config.world_size, None)
+            if options.shared_pool is not None and vllm_config.cache_config.enable_prefix_caching:
+                # With a number of blocks, the bytes are known only when the cache has been laid out.
+                num_bytes = options.cpu_bytes_server_wide if options.num_cpu_blocks is None else None
+                check_shareable(vllm_config, options.shared_pool, num_bytes)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -261,9 +265,9 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.worker_handler is not None:
             self.worker_handler.shutdown()
-        if self._in_shared_pool:
-            self._in_shared_pool = False
-            leave_shared_pool(self._vllm_config)
+        table, self._table = self._table, None
+        if table is not None:
+            table.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -284,7 +288,7 @@ def _make_manager(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     options: OffloadOptions,
-    shared_table: SlotTable | None,
+    shared_table: SharedSegment | None,
 ) -> SimpleCPUOffloadScheduler:
     scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return SimpleCPUOffloadScheduler(
@@ -296,8 +300,13 @@ def _make_manager(
         lazy_offload=options.lazy_offload,
         disk_capacity_bytes=options.disk_capacity_bytes if options.is_disk else 0,
         use_page_cache=options.use_page_cache,
-        num_cpu_blocks=options.num_cpu_blocks,
-        aligned_num_cpu_blocks=vllm_config.cache_config.simple_cpu_offload_num_blocks,
+        # The ranks have made a shared pool, and have checked its size against their bytes.
+        num_cpu_blocks=options.num_cpu_blocks if shared_table is None else None,
+        aligned_num_cpu_blocks=(
+            vllm_config.cache_config.simple_cpu_offload_num_blocks
+            if shared_table is None
+            else shared_table.num_slots
+        ),
         disk_tier_bytes=options.disk_capacity_bytes if options.disk_tier else 0,
         disk_wait_s=options.disk_wait_s,
         policy=options.policy,

@@ -1,0 +1,105 @@
+"""Who uses a shared file: one lock that keeps the others out, a place per engine, and in it one for each of its processes.
+
+Owns the locks. They lie on bytes that no file reaches, and the kernel drops them with their process, however that ends.
+Must not know what the file holds. Layer L6.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import struct
+import time
+
+from vllm.utils.clock import Clock, MonotonicClock
+
+MAX_PLACES = 64
+SCHEDULER = 0
+"""The member of an engine that uses its table; rank r is member ``1 + r``."""
+MAX_MEMBERS = 65
+
+_MUTEX = 1 << 40
+_PLACES = _MUTEX + 1
+_MEMBERS = _PLACES + MAX_PLACES
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+class PlaceLocks:
+    """One process's locks on an open file. A place is alive while any process of its engine is."""
+
+    def __init__(self, fd: int, clock: Clock) -> None:
+        self._fd = fd
+        self._clock = clock
+
+    def wait_for_mutex(self, patience_s: float) -> bool:
+        """Keep all other processes out; False if that could not be had in time."""
+        pause, deadline = 20e-6, None
+        while not self._lock(_MUTEX, fcntl.F_WRLCK):
+            now = self._clock.monotonic()
+            deadline = now + patience_s if deadline is None else deadline
+            if now >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        return True
+
+    def release_mutex(self) -> None:
+        """Let the others in."""
+        self._lock(_MUTEX, fcntl.F_UNLCK)
+
+    def keep_all_out(self) -> bool:
+        """Take the mutex and every place at once; False if anybody has one of them."""
+        return self._lock(_MUTEX, fcntl.F_WRLCK, 1 + MAX_PLACES)
+
+    def take(self, place: int, member: int) -> bool:
+        """Be this member of the engine in a place; False if another process is. The mutex is held."""
+        if not self._lock(_MEMBERS + place * MAX_MEMBERS + member, fcntl.F_WRLCK):
+            return False
+        # Shared with the other members.
+        return self._lock(_PLACES + place, fcntl.F_RDLCK)
+
+    def is_alive(self, place: int) -> bool:
+        """Whether some other process has joined in this place and still exists."""
+        return self._is_locked(_PLACES + place)
+
+    def is_there(self, place: int, member: int) -> bool:
+        """Whether another process is this member, and still exists."""
+        return self._is_locked(_MEMBERS + place * MAX_MEMBERS + member)
+
+    def _lock(self, start: int, kind: int, count: int = 1) -> bool:
+        """Set or drop the lock on some bytes; False if another process has one of them."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, count, 0))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _is_locked(self, byte: int) -> bool:
+        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, wanted)
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+
+
+def remove_if_unused(path: str) -> bool:
+    """Remove a segment of this user that no engine uses or is about to use; False if it stays."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+            return False
+        if not PlaceLocks(fd, MonotonicClock()).keep_all_out() or not is_at(path, info):
+            return False
+        os.unlink(path)
+        return True
+    finally:
+        os.close(fd)
+
+
+def is_at(path: str, info: os.stat_result) -> bool:
+    """Whether the path still leads to this file."""
+    try:
+        now = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (now.st_dev, now.st_ino) == (info.st_dev, info.st_ino)
