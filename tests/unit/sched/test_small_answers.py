@@ -15,7 +15,7 @@ from vllm.v1.core.sched.cache_report import hits
 from vllm.v1.core.sched.in_flight import InFlightSteps, StepRecord
 from vllm.v1.core.sched.manager_setup import make_kv_cache_manager
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.request_queue import PriorityRequestQueue, create_request_queue
 from vllm.v1.core.sched.stop import check_stop
 from vllm.v1.kv_cache_report import HitReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -47,6 +47,21 @@ def test_taking_out_an_adapter_that_was_never_counted_changes_nothing() -> None:
     assert not budget.allows_lora(request("d", 2))
     budget.remove_lora(request("a", 1))
     assert budget.allows_lora(request("d", 2))
+
+
+def test_without_adapters_the_statistics_of_a_step_do_not_walk_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make_scheduler([full(4)], 20, log_stats=True, policy="priority")
+
+    def walk(queue: Any) -> Any:
+        raise AssertionError("a long queue would be walked, and sorted, in every step")
+
+    monkeypatch.setattr(PriorityRequestQueue, "__iter__", walk)
+    scheduler.add_request(request("r"))
+    stats = scheduler.make_stats()
+    assert stats is not None
+    assert (stats.num_waiting_reqs, stats.waiting_lora_adapters) == (1, {})
 
 
 def test_an_unknown_step_has_no_partial_prefills() -> None:

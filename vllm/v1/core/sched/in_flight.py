@@ -51,7 +51,7 @@ class StepRecord:
 
 
 class InFlightSteps:
-    """First in, first out.  A step whose result never arrives is dropped when a later one does."""
+    """Steps in the order in which they were scheduled; the result of each is found by its output, whichever comes first."""
 
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque()
@@ -99,10 +99,6 @@ class InFlightSteps:
             record.stale.add(request_id)
             num_outputs += request_id not in record.partial
         return num_outputs
-
-    def has_request(self, request_id: str) -> bool:
-        """True if some step computes the request."""
-        return any(request_id in record.output.num_scheduled_tokens for record in self._records)
 
     def drop_stale(self, request_id: str) -> None:
         """Ignore tokens under way that the request was preempted from."""

@@ -5,7 +5,9 @@ Owns the result of the last reset.  Must not decide who is scheduled.  Layer: L5
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
 from vllm.distributed.kv_event_types import AnyKVCacheEvent, KVCacheEvent, KVEventBatch
@@ -177,7 +179,7 @@ class Upkeep(RequestLifecycle):
             connector_prefix_cache_stats=connector_stats,
             kv_cache_eviction_events=[] if collector is None else collector.drain_events(),
             spec_decoding_stats=spec_stats,
-            waiting_lora_adapters=self._count_adapters([*self.waiting, *self.deferred_waiting]),
+            waiting_lora_adapters=self._count_adapters(self.waiting, self.deferred_waiting),
             running_lora_adapters=self._count_adapters(self.running),
             num_corrupted_reqs=self._num_corrupted,
             num_preempted_reqs=self._num_preempted,
@@ -206,11 +208,11 @@ class Upkeep(RequestLifecycle):
             self.vllm_config.parallel_config.world_size,
         )
 
-    def _count_adapters(self, requests: list[Request]) -> dict[str, int]:
+    def _count_adapters(self, *queues: Iterable[Request]) -> dict[str, int]:
         counts: dict[str, int] = {}
         if self.params.max_loras == 0:
-            return counts
-        for request in requests:
+            return counts  # every step asks, and a queue may be long
+        for request in chain(*queues):
             if request.lora_request is not None:
                 name = request.lora_request.lora_name
                 counts[name] = counts.get(name, 0) + 1
