@@ -288,13 +288,13 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             for transfer in transfers:
                 metadata.store_gpu_blocks += block_ids(transfer.device_blocks)
                 metadata.store_cpu_blocks += block_ids(transfer.tier_blocks)
+                if self.tier.has_parts:
+                    metadata.store_groups += transfer.keys.groups(self.tier.group_ids[0])
         if self.chain is not None:
             self.chain.plan()
             metadata.move_down = self.chain.down.submit()
             metadata.move_up = self.chain.up.submit()
             if self.chain.kept is not None:
-                if self.tier.has_parts:
-                    metadata.store_groups += transfer.keys.groups(self.tier.group_ids[0])
                 metadata.kept = self.chain.kept.order()
         if self.speed.checked:
             metadata.measures = True

@@ -118,13 +118,13 @@ class Tier:
         self.changed: dict[int, None] | None = None
         """Slots whose keys may have changed since somebody looked, in order; None if nobody wants to know."""
 
-    def make_coordinator(self, pool: BlockPool) -> KVCacheCoordinator:
-        """A coordinator with this tier's rules that searches ``pool``."""
     @property
     def has_parts(self) -> bool:
         """Whether a slot has a part for each of several ranks: those must know of which group it is."""
         return self.num_parts > 1
 
+    def make_coordinator(self, pool: BlockPool) -> KVCacheCoordinator:
+        """A coordinator with this tier's rules that searches ``pool``."""
         geometry = self.geometry
         return get_kv_cache_coordinator(
             kv_cache_config=self.config,

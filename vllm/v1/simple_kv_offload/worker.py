@@ -45,8 +45,8 @@ from vllm.v1.simple_kv_offload.metadata import (
     Timings,
 )
 from vllm.v1.simple_kv_offload.options import DEFAULT_TRANSFER_TIMEOUT_S, check_num_cpu_blocks
-from vllm.v1.simple_kv_offload.regions import LayerCache, device_regions
 from vllm.v1.simple_kv_offload.rank_parts import count_parts
+from vllm.v1.simple_kv_offload.regions import LayerCache, device_regions
 from vllm.v1.simple_kv_offload.sizing import sync_num_offload_blocks_across_workers
 from vllm.v1.simple_kv_offload.timing import StepTimer
 
@@ -182,7 +182,6 @@ class SimpleCPUOffloadWorker:
                 "KV offload: one block is reserved, so a pool of one keeps nothing; make it larger"
             )
 
-    def _start_host(self, streams: Streams) -> None:
     def _own_bytes(self) -> int:
         """Bytes of this rank's part: of a shared pool, what all ranks have together is divided by its parts."""
         if self._shared_pool is None or self._vllm_config is None:
@@ -192,6 +191,7 @@ class SimpleCPUOffloadWorker:
         num_parts = count_parts(self._kv_cache_config, tp_size, dcp_size)
         return self._capacity_bytes * parallel.world_size // num_parts
 
+    def _start_host(self, streams: Streams) -> None:
         assert self.device is not None
         pins = PIN_MEMORY and self.device.type == "cuda"
         row_bytes = {name: region.shape[1] for name, region in self.gpu_kv_caches.items()}
@@ -360,8 +360,6 @@ class SimpleCPUOffloadWorker:
     def start_load_kv(self) -> None:
         """Start the step's loads, one copy per request, behind everything the device was given so far.
 
-            if self._shared is not None:
-                sources = self._shared.parts.rows(sources, metadata.load_groups[part])
         The wait keeps a load from overtaking a forward that still reads the blocks' old content, or
         the zeroing of fresh blocks.
         """
@@ -376,6 +374,8 @@ class SimpleCPUOffloadWorker:
             if not req_ids:
                 continue
             sources = metadata.load_cpu_blocks[part]
+            if self._shared is not None:
+                sources = self._shared.parts.rows(sources, metadata.load_groups[part])
             copy = _OpenCopy(metadata.load_event, req_ids, len(sources))
             self._loads.append(copy)
             self._launch(copy, sources, metadata.load_gpu_blocks[part], False, wait_event)
@@ -426,9 +426,6 @@ class SimpleCPUOffloadWorker:
         failed, self._undeliverable = self._undeliverable, set()
         received = set(failed)
         still_open = []
-    def _slots_of(self, rows: frozenset[int]) -> frozenset[int]:
-        return rows if self._shared is None else frozenset(map(self._shared.parts.slot, rows))
-
         for copy in self._loads:
             if not copy.is_over():
                 still_open.append(copy)
@@ -442,6 +439,9 @@ class SimpleCPUOffloadWorker:
                 logger.error("KV load of %s failed: %s", ", ".join(copy.req_ids), result.error)
         self._loads = still_open
         return KVConnectorTransferResults(None, received or None, failed)
+
+    def _slots_of(self, rows: frozenset[int]) -> frozenset[int]:
+        return rows if self._shared is None else frozenset(map(self._shared.parts.slot, rows))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """(None, requests whose load ended); see `get_transfer_results` for failures."""
