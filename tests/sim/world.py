@@ -227,7 +227,6 @@ def build_world(params: SimParams) -> World:
     if shared is not None:
         assert config.kv_transfer_config is not None
         config.kv_transfer_config.engine_id = str(shared.path)
-        hold_segment(str(shared.path), shared.attach())
     grammars = Grammars(config)
     scheduler_cls = AsyncScheduler if params.async_scheduling else Scheduler
     with nullcontext() if shared is None else patch(JOIN, lambda *_: shared.attach()):
