@@ -137,6 +137,12 @@ def check_repetition_detection(max_pattern_size: int, min_pattern_size: int, min
         raise _refuse("repetition_detection.min_count", min_count, "must be at least 2")
 
 
+def check_flag(name: str, value: object) -> None:
+    """A boolean."""
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "must be true or false")
+
+
 def check_flags(params: CheckedParams) -> None:
     """Flags are booleans: a text such as "false" would count as true."""
     for name, value in (
@@ -148,8 +154,7 @@ def check_flags(params: CheckedParams) -> None:
         ("include_stop_str_in_output", params.include_stop_str_in_output),
         ("skip_clone", params.skip_clone),
     ):
-        if not isinstance(value, bool):
-            raise _refuse(name, value, "must be true or false")
+        check_flag(name, value)
     if not isinstance(params.skip_reading_prefix_cache, bool | None):
         raise _refuse(
             "skip_reading_prefix_cache", params.skip_reading_prefix_cache, "must be true, false or None"
@@ -258,8 +263,19 @@ def bad_words_to_token_ids(bad_words: Iterable[str], tokenizer: Any) -> list[lis
 
 
 def check_logprob_limits(params: CheckedParams, max_logprobs: int, vocab: int) -> None:
-    """Requested numbers of log probabilities are allowed."""
+    """Requested numbers of log probabilities are allowed, whether they are the most likely ones or given ones."""
     limit = vocab if max_logprobs == -1 else max_logprobs
+    for name, ids in (
+        ("logprob_token_ids", params.logprob_token_ids),
+        ("prompt_logprob_token_ids", params.prompt_logprob_token_ids),
+    ):
+        if len(ids or ()) > limit:
+            raise VLLMValidationError(
+                f"{name} asks for {len(ids or ())} log probabilities per token, more than the allowed {limit} "
+                "(--max-logprobs)",
+                parameter=name,
+                value=len(ids or ()),
+            )
     for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if number is None:
             continue

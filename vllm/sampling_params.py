@@ -55,6 +55,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     def __post_init__(self) -> None:
         checks.check_structured_outputs(self.constraints())
         checks.check_optional_text("structured_outputs.whitespace_pattern", self.whitespace_pattern)
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            checks.check_flag(f"structured_outputs.{name}", getattr(self, name))
 
     def constraints(self) -> dict[str, object]:
         """The constraints that are given, by field name; one entry once the object is constructed."""

@@ -193,7 +193,16 @@ def test_structured_defaults_of_the_server_are_taken_over():
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"json": {}, "regex": "a"}, {"json": ""}, {"json_object": False}, {"choice": []}, {"regex": ""}],
+    [
+        {},
+        {"json": {}, "regex": "a"},
+        {"json": ""},
+        {"json_object": False},
+        {"choice": []},
+        {"regex": ""},
+        {"json": {}, "disable_any_whitespace": "yes"},
+        {"json": {}, "disable_additional_properties": 1},
+    ],
 )
 def test_val_03_one_non_empty_constraint(given):
     with pytest.raises(VLLMValidationError, match="structured_outputs"):

@@ -6,6 +6,7 @@ Knows templates only: no request type, no tokenizer.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -21,6 +22,16 @@ from vllm.exceptions import VLLMValidationError
 
 ContentFormat = Literal["string", "openai"]
 TEMPLATES_CACHED = 32
+# What a template of somebody else raises for messages that it was not made for.
+_TEMPLATE_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class _GenerationBlock(Extension):
@@ -73,7 +84,9 @@ def load_chat_template(value: str | Path | None) -> str | None:
     if value is None:
         return None
     text = str(value)
-    if "\n" not in text and len(text) < 4096 and Path(text).is_file():
+    if "\n" not in text and os.path.isfile(
+        text
+    ):  # a text too long for a name is no file; `Path` raises there
         return Path(text).read_text(encoding="utf-8")
     if not any(mark in text for mark in ("{%", "{{", "\n")):
         raise ValueError(f"chat template {text!r} is neither a file nor a template")
@@ -101,7 +114,7 @@ def render_template(
             add_generation_prompt=add_generation_prompt,
             **(variables or {}),
         )
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+    except _TEMPLATE_FAILURES as error:
         raise VLLMValidationError(
             f"the chat template cannot render these messages: {error}", parameter="messages"
         ) from error

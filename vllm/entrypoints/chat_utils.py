@@ -134,7 +134,7 @@ def _parse_tool_call(call: Any, index: int) -> dict[str, Any]:
     elif isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _refuse(index, f"tool_calls: function.arguments is not valid JSON: {error}") from None
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 

@@ -129,6 +129,13 @@ def test_refused_inputs(processor: InputProcessor, case: str) -> None:
         (SamplingParams(allowed_token_ids=[264]), "allowed_token_ids", "264"),
         (SamplingParams(stop_token_ids=[999]), "stop_token_ids", "999"),
         (SamplingParams(logprobs=21), "logprobs", "21"),
+        (SamplingParams(logprob_token_ids=[5] * 21), "logprob_token_ids", "21"),
+        (SamplingParams(prompt_logprob_token_ids=[5] * 21), "prompt_logprob_token_ids", "21"),
+        (
+            SamplingParams(structured_outputs=StructuredOutputsParams(json="[" * 99_000)),
+            "structured_outputs",
+            "deep",
+        ),
         (SamplingParams(max_tokens=None, min_tokens=LIMIT), "min_tokens", str(LIMIT - 1)),
         (SamplingParams(extra_args={"kv_transfer_params": "x"}), "kv_transfer_params", "mapping"),
         (SamplingParams(extra_args={"ec_transfer_params": [1]}), "ec_transfer_params", "mapping"),
@@ -151,9 +158,12 @@ def test_val_05_prompt_logprobs_are_bounded() -> None:
     processor = InputProcessor(config, tokenizer_from_config(config.model_config))
     processor.vocab_size = PROMPT_LOGPROB_ENTRIES_MAX // 100
     make(processor, [5] * 100, SamplingParams(prompt_logprobs=-1))
-    with pytest.raises(VLLMValidationError, match="each of 101 prompt tokens") as caught:
-        make(processor, [5] * 101, SamplingParams(prompt_logprobs=-1))
-    assert caught.value.parameter == "prompt_logprobs"
+    entries = {"prompt_logprobs": -1, "prompt_logprob_token_ids": [5] * processor.vocab_size}
+    for name, value in entries.items():
+        processor.model_config.max_logprobs = 10**9
+        with pytest.raises(VLLMValidationError, match="each of 101 prompt tokens") as caught:
+            make(processor, [5] * 101, SamplingParams(**{name: value}))
+        assert caught.value.parameter == name
 
 
 def test_kinds_of_requests_that_are_not_offered(processor: InputProcessor) -> None:

@@ -40,6 +40,8 @@ def test_helpers_that_templates_expect():
         "{{ missing.attribute.deep }}",
         "{% for x in 5 %}{% endfor %}",
         "{{ 1 / 0 }}",
+        "{{ [].pop() }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{% if %}",
     ],
 )
@@ -84,6 +86,8 @@ def test_templates_come_from_files_or_text(tmp_path):
     assert load_chat_template(str(path)) == load_chat_template(path) == "{{ x }}"
     assert load_chat_template("{{ y }}") == "{{ y }}"
     assert load_chat_template(None) is None
+    long = "{{ y }}" + 300 * "x"
+    assert load_chat_template(long) == long
     with pytest.raises(ValueError, match=r"'nowhere\.jinja' is neither a file nor a template"):
         load_chat_template("nowhere.jinja")
 
@@ -109,6 +113,13 @@ def test_tool_calls_become_objects():
         call = {"function": {"name": "f", "arguments": arguments}}
         parsed = parse_messages([{"role": "assistant", "tool_calls": [call]}], "string")[0]
         assert parsed["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_arguments_nested_too_deeply_are_refused():
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    with pytest.raises(VLLMValidationError, match="not valid JSON") as caught:
+        parse_messages([{"role": "assistant", "tool_calls": [call]}], "string")
+    assert caught.value.parameter == "messages"
 
 
 def test_other_fields_of_messages():

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tests.helpers.http_app import App, says
-from vllm.entrypoints.openai import bodies
+from vllm.entrypoints.openai import bodies, render
 from vllm.entrypoints.openai.bodies import (
     CONTAINERS_MAX,
     INLINE_BODY_MAX,
@@ -113,6 +113,29 @@ async def test_a_body_of_too_many_values_is_413(app, value):
     assert "too many values" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": [{"function": {"name": "f", "description": "x" * 5000}}], "tool_choice": "none"},
+        {"documents": [{"text": "x" * 5000}]},
+        {"chat_template_kwargs": {"x": ["x" * 5000]}},
+    ],
+)
+async def test_all_that_a_template_may_use_is_rendered_beside_the_event_loop(app, monkeypatch, extra):
+    threads = []
+    render_chat = render.render_chat
+
+    def seen(*args):
+        threads.append(threading.current_thread())
+        return render_chat(*args)
+
+    monkeypatch.setattr(render, "render_chat", seen)
+    await app.chat()
+    await app.chat(**extra)
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()
+
+
 # --- checking -----------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +146,7 @@ async def test_a_body_of_too_many_values_is_413(app, value):
         (COMPLETIONS, {"prompt": [[7] * (MILLION // 2)] * 2}, "prompt"),
         (COMPLETIONS, {"prompt": "x " * MILLION}, "prompt"),
         (CHAT, {"messages": [{"role": "user", "content": "x " * MILLION}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "x " * 9000}] * 100}, "messages"),
     ],
 )
 async def test_a_prompt_that_is_far_too_long_is_400_naming_the_limit(app, path, body, param):

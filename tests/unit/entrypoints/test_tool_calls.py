@@ -15,6 +15,7 @@ from vllm.entrypoints.openai.tool_parsers.base import (
     held_back,
 )
 from vllm.entrypoints.openai.tool_parsers.forced import NamedToolParser, RequiredToolParser, required_schema
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.ids import CountingIds
 
 PATH = "/v1/chat/completions"
@@ -121,6 +122,19 @@ def test_schema_of_required_calls():
     assert [call["properties"]["name"]["enum"] for call in schema["items"]["anyOf"]] == [["a"], ["b"]]
     assert "maxItems" not in schema
     assert required_schema(functions[1:], parallel=False)["maxItems"] == 1
+
+
+def test_definitions_of_functions_do_not_replace_each_other():
+    def function(name, kind):
+        return name, {"properties": {"x": {"$ref": "#/definitions/X"}}, "definitions": {"X": {"type": kind}}}
+
+    equal = required_schema([function("a", "integer"), function("b", "integer")], parallel=True)
+    assert equal["definitions"] == {"X": {"type": "integer"}}
+    with pytest.raises(VLLMValidationError, match="'b' defines 'X'") as caught:
+        required_schema([function("a", "integer"), function("b", "string")], parallel=True)
+    assert caught.value.parameter == "tools"
+    odd = required_schema([("a", {"$defs": 5})], parallel=True)
+    assert odd["items"]["properties"]["parameters"] == {"$defs": 5}, "the grammar's check says what is wrong"
 
 
 def test_unknown_parser_is_refused_with_the_known_ones():

@@ -113,10 +113,11 @@ class OnlineRenderer:
         template = resolve_template(tokenizer, self._template(request_template), options.tools)
         texts = [text for message in messages if isinstance(text := message.get("content"), str)]
         self._refuse_hopeless(tokenizer, max(map(len, texts), default=0), "messages", truncation)
-        size = sum(len(str(message.get("content"))) for message in messages)
+        size = _extent([messages, options.tools, options.documents, options.variables, request_template])
 
         def work() -> tuple[str, list[int]]:
             text = render_chat(tokenizer, messages, template, options)
+            self._refuse_hopeless(tokenizer, len(text), "messages", truncation)
             return text, tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
         text, ids = await self._run(size, work)
@@ -170,6 +171,19 @@ class OnlineRenderer:
                 "truncate_prompt_tokens=0 leaves no prompt", parameter="truncate_prompt_tokens", value=0
             )
         return ids[:limit] if truncation.side == "right" else ids[-limit:]
+
+
+def _extent(values: Any) -> int:
+    """About how many characters there are in nested values; counts only until they are too many for the event loop."""
+    size, waiting = 0, [values]
+    while waiting and size <= INLINE_TEXT_MAX:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        size += len(value) if isinstance(value, str | Mapping | list | tuple) else 1
+    return size
 
 
 def resolve_max_tokens(

@@ -221,16 +221,19 @@ class InputProcessor:
             raise VLLMValidationError(str(error), parameter="extra_args") from error
 
     def _check_prompt_logprobs(self, params: SamplingParams, prompt_length: int) -> None:
-        if params.prompt_logprobs is None:
-            return
-        per_position = self.vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs + 1
-        if per_position * prompt_length > PROMPT_LOGPROB_ENTRIES_MAX:
-            raise VLLMValidationError(
-                f"prompt_logprobs={params.prompt_logprobs} asks for {per_position} values at each of {prompt_length} prompt "
-                f"tokens, more than the allowed {PROMPT_LOGPROB_ENTRIES_MAX} in one request",
-                parameter="prompt_logprobs",
-                value=params.prompt_logprobs,
-            )
+        wanted = params.prompt_logprobs
+        ranked = 0 if wanted is None else self.vocab_size if wanted == -1 else wanted + 1
+        for name, per_position in (
+            ("prompt_logprobs", ranked),
+            ("prompt_logprob_token_ids", len(params.prompt_logprob_token_ids or ())),
+        ):
+            if per_position * prompt_length > PROMPT_LOGPROB_ENTRIES_MAX:
+                raise VLLMValidationError(
+                    f"{name} asks for {per_position} values at each of {prompt_length} prompt tokens, more than the "
+                    f"allowed {PROMPT_LOGPROB_ENTRIES_MAX} in one request",
+                    parameter=name,
+                    value=per_position,
+                )
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:

@@ -28,7 +28,10 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     Raises:
         ValueError: the constraint is malformed or too long; the message is meant for the user.
     """
-    text = _translate(params)
+    try:
+        text = _translate(params)
+    except RecursionError:
+        raise ValueError("the constraint is nested too deeply") from None
     if len(text) > CONSTRAINT_CHARACTERS_MAX:
         raise ValueError(
             f"the constraint has {len(text)} characters as a grammar, at most {CONSTRAINT_CHARACTERS_MAX} are allowed"

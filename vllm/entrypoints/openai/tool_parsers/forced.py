@@ -17,9 +17,11 @@ from vllm.entrypoints.openai.tool_parsers.base import (
     joined,
 )
 from vllm.entrypoints.openai.tool_parsers.json_scanner import CallScanner, MalformedCall
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.ids import IdSource
 
 _ANY_OBJECT = {"type": "object"}
+_DEFINITIONS = ("$defs", "definitions")
 
 
 def named_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -28,12 +30,18 @@ def named_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def required_schema(functions: Sequence[tuple[str, dict[str, Any] | None]], parallel: bool) -> dict[str, Any]:
-    """Schema of a list with at least one call of these functions (name, parameters); one only unless `parallel`."""
-    definitions: dict[str, Any] = {}
+    """Schema of a list with at least one call of these functions (name, parameters); one only unless `parallel`.
+
+    References count from the root, so what the functions define moves there. Raises VLLMValidationError if two of them
+    define one name in different ways.
+    """
+    shared: dict[str, dict[str, Any]] = {key: {} for key in _DEFINITIONS}
     calls = []
     for name, parameters in functions:
         schema = dict(parameters or _ANY_OBJECT)
-        definitions.update(schema.pop("$defs", {}))
+        for key, definitions in shared.items():
+            if isinstance(schema.get(key), dict):
+                _add_definitions(definitions, schema.pop(key), name)
         calls.append(
             {
                 "type": "object",
@@ -46,9 +54,15 @@ def required_schema(functions: Sequence[tuple[str, dict[str, Any] | None]], para
     result: dict[str, Any] = {"type": "array", "minItems": 1, "items": items}
     if not parallel:
         result["maxItems"] = 1
-    if definitions:
-        result["$defs"] = definitions
-    return result
+    return result | {key: definitions for key, definitions in shared.items() if definitions}
+
+
+def _add_definitions(known: dict[str, Any], new: dict[str, Any], function: str) -> None:
+    for name, definition in new.items():
+        if known.setdefault(name, definition) != definition:
+            raise VLLMValidationError(
+                f"the function {function!r} defines {name!r} unlike another function", parameter="tools"
+            )
 
 
 class NamedToolParser(ToolParser):
