@@ -15,7 +15,7 @@ from tests.helpers.kv_plans import (
     ring,
     window,
 )
-from vllm.v1.core.kv_cache_placement import bytes_per_block, group_waste
+from vllm.v1.core.kv_cache_placement import bytes_per_block, group_waste, place_groups
 from vllm.v1.core.kv_cache_planning import (
     DefaultKVCacheConfigBuilder,
     get_global_kv_cache_groups,
@@ -23,7 +23,16 @@ from vllm.v1.core.kv_cache_planning import (
     get_kv_cache_groups,
 )
 from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes, smallest_cacheable_block_size
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, is_full_attention_spec, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    RSWASpec,
+    UniformTypeKVCacheSpecs,
+    is_full_attention_spec,
+    iter_layer_specs,
+    replace_as,
+)
 
 LAYOUT = KVCacheLayout.BLHNC
 
@@ -123,3 +132,19 @@ def test_pipeline_stages_share_group_ids_and_the_smallest_block_count() -> None:
         assert sorted(n for t in plan.kv_cache_tensors for n in t.layers) == sorted(stage)
         assert plan.kv_cache_tensors[0].size <= 400_000_000
     assert plans[0].kv_cache_tensors[0].size <= 200_000_000
+
+
+def test_groups_of_equal_small_pages_never_share_bytes_whatever_runs_they_have() -> None:
+    """A model may group its layers itself: here pages of 24 bytes, in one run and in two."""
+    one = full(3, 1, 2)
+    other = replace_as(one, RSWASpec, rswa_window=6)
+    mixed = UniformTypeKVCacheSpecs(3, {"c": one, "d": other}, dcp_sharded=True)
+    groups = [KVCacheGroupSpec(["a", "b"], one), KVCacheGroupSpec(["c", "d"], mixed)]
+    assert one.page_size_bytes == other.page_size_bytes == 24
+    owner: dict[int, int] = {}
+    for tensor in place_groups(KVCacheLayout.LBNHC, groups, 5):
+        for layer in range(len(tensor.layers)):
+            for block in range(5):
+                start = tensor.page_start(layer, block)
+                for byte in range(start, start + 24):
+                    assert owner.setdefault(byte, block) == block

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_spec_base import KVCacheSpec
 from vllm.v1.kv_cache_spec_uniform import UniformTypeKVCacheSpecs, iter_layer_specs
 
 PAGE_START_ALIGNMENT = 16
-"""Bytes to which runs of pages inside a block are aligned where blocks are outermost, for vector loads."""
+"""Bytes to which runs of pages are aligned, for vector loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,15 @@ def page_runs(layout: KVCacheLayout, group: KVCacheGroupSpec) -> list[PageRun]:
         by_spec.setdefault(layer_spec(group, name), []).append(name)
     runs = []
     offset = 0
+    before = 0
     for spec, names in by_spec.items():
-        offset = round_up(offset, PAGE_START_ALIGNMENT)
+        stride = page_stride(layout, spec)
+        # Groups that share ranges of layers do so page by page: equal pages must follow each other without a gap.
+        if layout.is_block_outermost or stride != before:
+            offset = round_up(offset, PAGE_START_ALIGNMENT)
         runs.append(PageRun(tuple(names), spec, offset))
-        offset += len(names) * page_stride(layout, spec)
+        offset += len(names) * stride
+        before = stride
     return runs
 
 
