@@ -105,7 +105,8 @@ class Request:
     * ``num_hash_offered_tokens``: what the KV manager has been asked to hash; it is asked about no token twice, because
       a state that is overwritten in place must be hashed before the step that does so.
 
-    ``status`` may be assigned by outside callers; inside the core it changes only through :meth:`move_to`.
+    ``status`` changes through :meth:`move_to`.  Outside callers may assign it; and so does what applies a step's tokens:
+    they may stop a request (`check_stop`), and the same step may still turn that into an error, or a session goes on.
 
     Raises:
         ValueError: neither ``sampling_params`` nor ``pooling_params`` is given, or there is no prompt.
