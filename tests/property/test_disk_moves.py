@@ -17,6 +17,7 @@ from vllm.v1.core.block_retention import BlockRetention, can_retain
 from vllm.v1.core.invariants import pool_problems
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.simple_kv_offload.disk_kept import KeptIndex
 from vllm.v1.simple_kv_offload.disk_tier import DiskChain, DiskSettings
 from vllm.v1.simple_kv_offload.metadata import INVALID_JOB_ID
 from vllm.v1.simple_kv_offload.tier import Tier, TierGeometry
@@ -43,6 +44,7 @@ class Chain:
         self.chain = DiskChain(
             self.host, self.disk, lambda *_: ((), 0), settings, ManualClock(), cast(Any, SimpleNamespace())
         )
+        self.kept = KeptIndex(self.disk) if is_kept else None
         self.clock = ManualClock()
         self.keep = BlockRetention(self.host.pool, 0.7, self.clock) if can_retain(self.host.pool) else None
         if self.keep is not None:
@@ -84,8 +86,8 @@ class Chain:
 
     def step(self) -> None:
         self.chain.plan()
-        if self.chain.kept is not None:
-            self.chain.kept.order()
+        if self.kept is not None:
+            self.kept.order()
         event = self.chain.down.submit().event
         if event != INVALID_JOB_ID:
             self.open.append(event)

@@ -36,3 +36,4 @@ def spoil(run: RunViews, places: Iterable[Place]) -> None:
         require(not kept, "I6", f"{name} block {block_id} stays findable after NaN logits of its request")
         for memory in memories:
             memory.page(block_id).spoil()
+            memory.page(block_id).tainted = True

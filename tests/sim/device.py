@@ -31,13 +31,15 @@ def versioned(stamp: int, version: int) -> int:
 class Page:
     """The bytes of one block: whose rows they are, and the rows."""
 
-    __slots__ = ("bad", "group", "slots")
+    __slots__ = ("bad", "group", "slots", "tainted")
 
     def __init__(self) -> None:
         self.group = NO_GROUP
         self.slots: list[int] = []
         self.bad = False
         """The medium has lost these bytes, and copies that bring them upwards notice it."""
+        self.tainted = False
+        """An error made them suspect, which nobody can see of them."""
 
     def poison(self) -> None:
         """Make every row useless."""
@@ -62,7 +64,7 @@ class Page:
 
     def copy_slot(self, source: Page, slot: int) -> None:
         """Take over one row of another page, whatever group it is of."""
-        self.bad = False
+        self.bad = self.tainted = False
         if self.group != source.group or len(self.slots) != len(source.slots):
             self.group = source.group
             self.slots = [POISON] * len(source.slots)

@@ -70,6 +70,8 @@ MARKS = frozenset(
         "killed while copies ran",
         "kept blocks found again",
         "kept order missed",
+        "withdrawn for good",
+        "a disk in place of the host kept",
         "ARC adapts",
         "ARC has both lists",
         "declined for reuse",

@@ -35,7 +35,28 @@ def nothing_is_sent_again() -> AbstractContextManager[object]:
     return patch.object(KeptIndex, "resend", lambda self: None)
 
 
+def reset_is_not_durable() -> AbstractContextManager[object]:
+    """What a reset or an error takes back is told to the ranks with the next step only."""
+    return patch.object(KeptIndex, "take_withdrawal", lambda self: None)
+
+
+def bad_slots_stay_kept() -> AbstractContextManager[object]:
+    """A slot that loses its content otherwise than by being used again keeps its row."""
+    original = Tier.evict
+
+    def evict(self: Tier, slots: Any) -> None:
+        changed, self.changed = self.changed, None
+        try:
+            original(self, slots)
+        finally:
+            self.changed = changed
+
+    return patch.object(Tier, "evict", evict)
+
+
 KEPT_MUTANTS = {
+    "reset is not durable": reset_is_not_durable,
+    "bad slots stay kept": bad_slots_stay_kept,
     "staged slots stay kept": staged_slots_stay_kept,
     "one table is enough": one_table_is_enough,
     "nothing is sent again": nothing_is_sent_again,

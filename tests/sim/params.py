@@ -249,6 +249,8 @@ def _with_drafts(params: SimParams) -> SimParams:
 def _with_kept_disk(params: SimParams) -> SimParams:
     """Most disks outlive their engine; drawn apart, so that the other worlds stay as they are."""
     rng = Streams(params.seed).stream("kept disk")
+    if params.disk and params.host_blocks and not params.second_host_blocks:
+        return replace(params, disk_persist=Streams(params.seed).stream("kept backend").random() < 0.6)
     if params.disk_blocks == 0 or params.second_host_blocks or rng.random() < 0.2:
         return params
     params = replace(params, disk_persist=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections import deque
+from itertools import product
 
-from tests.sim.device import Page
 from tests.sim.failure import require
 from tests.sim.marks import Marks
 from tests.sim.registry import HashRegistry
@@ -14,7 +14,7 @@ from tests.sim.views import RunViews
 from tests.sim.worker import SimWorker, Step
 from tests.sim.workload import Truth
 from vllm.v1.core.block_hash import get_block_hash, get_group_id, maybe_convert_block_hash
-from vllm.v1.simple_kv_offload.metadata import KeptKeys, SimpleCPUOffloadMetadata
+from vllm.v1.simple_kv_offload.metadata import KeptKeys, KeptOrder, SimpleCPUOffloadMetadata
 
 
 class Killable(RunViews):
@@ -39,14 +39,22 @@ def kill(run: Killable, rng: random.Random) -> None:
     """kill -9, and another engine on the same disks: memory, requests and copies under way are gone."""
     worker = run.worker
     _hand_out(run, rng)
-    if _is_forgetting(run):
-        return
     found = _surviving(worker)
+    wrong = [slot for slot, keys in found.items() if not _is_right(run, slot, keys)]
+    if wrong and any(table.is_stale for table in worker.kept):
+        return  # that was told: a reset says that it did not get through, and checksums see what was written over
+    require(
+        not wrong,
+        "I6",
+        f"the next engine finds disk slots {wrong}, which are not what they were or were withdrawn",
+    )
     run.marks.hit("killed")
     if worker.copying():
         run.marks.hit("killed while copies ran")
     if found:
         run.marks.hit("kept blocks found again")
+        if run.params.disk:
+            run.marks.hit("a disk in place of the host kept")
     for truth in run.live():
         truth.ended_by = "abort"
     run.must_be_stored.clear()
@@ -60,9 +68,9 @@ def kill(run: Killable, rng: random.Random) -> None:
 
 def check_kept(run: RunViews) -> None:
     """At rest, the table of each rank says what is findable on the disk, and no more."""
-    if run.chain is None or run.chain.kept is None:
+    if run.kept is None:
         return
-    pool = run.chain.disk.pool
+    pool = run.kept_pool
     known = {block.block_id: pool.get_keys(block) for block in pool.blocks if block.block_hash is not None}
     for rank, table in enumerate(run.worker.kept):
         wrong = sorted(slot for slot in table.rows.keys() | known if table.rows.get(slot) != known.get(slot))
@@ -70,7 +78,9 @@ def check_kept(run: RunViews) -> None:
 
 
 def kill_weight(run: Killable) -> int:
-    """More while a step is on its way that tells the ranks what changed on the disk."""
+    """More while the ranks have yet to hear what changed on the disk."""
+    if run.kept is not None and run.kept.owes_withdrawal:
+        return 25
     orders = _next_orders(run)
     return 2 if orders is None or not orders.kept.slots else 15
 
@@ -96,36 +106,39 @@ def _surviving(worker: SimWorker) -> dict[int, KeptKeys]:
     return {slot: keys for slot, keys in first.items() if all(rows.get(slot) == keys for rows in others)}
 
 
-def _is_forgetting(run: Killable) -> bool:
-    """Content that was withdrawn (a reset, an error, a bad slot) is still in the table of every rank.
-
-    The next step tells them; a crash before that is the one moment in which it would come back.
-    """
-    assert run.chain is not None
-    pool = run.chain.disk.pool
-    for slot, keys in _surviving(run.worker).items():
-        if pool.get_keys(pool.blocks[slot]) != keys:
-            pages = [memory.page(slot) for memory in run.worker.disks]
-            if not all(_is_right(run, page, key) for page in pages for key, _ in keys):
-                return True
-    return False
-
-
-def _is_right(run: Killable, page: Page, key: bytes) -> bool:
+def _is_right(run: Killable, slot: int, keys: KeptKeys) -> bool:
+    """Whether the slot has the bytes of these keys on all ranks, or bytes that a read finds out."""
     worker = run.worker
-    group = worker.groups[get_group_id(key)]  # type: ignore[arg-type]
-    prints = run.registry.prints(bytes(get_block_hash(key)))  # type: ignore[arg-type]
-    expected = group.expected_page(prints, worker.version)
-    return not page.bad and all(page.read(group.group_id, at) == stamp for at, stamp in expected.items())
+    memories = worker.hosts if run.params.disk else worker.disks
+    for page, (key, _) in product([memory.page(slot) for memory in memories], keys):
+        group = worker.groups[get_group_id(key)]
+        prints = run.registry.prints(bytes(get_block_hash(key)))  # type: ignore[arg-type]
+        expected = group.expected_page(prints, worker.version)
+        right = all(page.read(group.group_id, at) == stamp for at, stamp in expected.items())
+        if page.tainted or not (right or page.bad):
+            return False
+    return True
+
+
+def carry_out_withdrawal(run: Killable, rng: random.Random) -> None:
+    """As the engine does before it answers a reset or an error: steps that were sent come first."""
+    connector = run.world.connector
+    withdrawal = None if connector is None else connector.take_withdrawal()
+    if withdrawal is None:
+        return
+    assert isinstance(withdrawal, KeptOrder)
+    for step in run.steps:
+        if not step.executed:
+            run.worker.execute(step, rng)
+    run.worker.apply_withdrawal(withdrawal, rng)
 
 
 def _connect(run: RunViews, found: dict[int, KeptKeys]) -> None:
     """The ranks of the new engine tell what they have found, and nothing else becomes findable."""
-    connector, chain = run.world.connector, run.chain
+    connector = run.world.connector
     assert connector is not None
-    assert chain is not None
     connector.set_xfer_handshake_metadata(
         {rank: each.inventory() for rank, each in enumerate(run.worker.kept)}
     )
-    back = {block.block_id for block in chain.disk.pool.blocks if block.block_hash is not None}
+    back = {block.block_id for block in run.kept_pool.blocks if block.block_hash is not None}
     require(back <= found.keys(), "I4", f"disk slots {sorted(back - found.keys())} were found from nowhere")

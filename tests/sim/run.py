@@ -20,7 +20,7 @@ from tests.sim.params import SimParams
 from tests.sim.policies import PolicyMarks
 from tests.sim.promises import watch_promises
 from tests.sim.registry import HashRegistry
-from tests.sim.restart import Killable, kill, kill_weight
+from tests.sim.restart import Killable, carry_out_withdrawal, kill, kill_weight
 from tests.sim.rng import Streams
 from tests.sim.shared_run import SharedRun
 from tests.sim.step_marks import StepMarks
@@ -287,6 +287,7 @@ class Run(Killable, SharedRun, StepMarks):
         outputs = self.worker.runner_outputs(step)
         if step.fails:
             self._fail_step(step, outputs)
+            carry_out_withdrawal(self, rng)
             return
         combined = self.world.aggregator.aggregate(outputs)
         assert combined is not None
@@ -304,6 +305,7 @@ class Run(Killable, SharedRun, StepMarks):
             self.scheduler.update_draft_token_ids(self.worker.all_drafts())
         if corrupted is not None and corrupted.status is RequestStatus.FINISHED_ERROR:
             spoil(self, lost)  # else the step was void already, and so were its logits
+        carry_out_withdrawal(self, rng)
 
     def _fail_step(self, step: Step, outputs: list) -> None:
         for request_id in step.output.num_scheduled_tokens:
@@ -418,6 +420,7 @@ class Run(Killable, SharedRun, StepMarks):
             self.worker.version += 1
         if not self.scheduler.reset_prefix_cache(running, connector):
             self.marks.hit("reset refused")
+        carry_out_withdrawal(self, rng)
         self._excuse("reset")
         self.must_be_stored.clear()
 

@@ -7,6 +7,7 @@ from tests.sim.worker import SimWorker
 from tests.sim.world import World
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.simple_kv_offload.disk_kept import KeptIndex
 from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.transfer import Transfer
@@ -43,6 +44,17 @@ class RunViews:
     def chain(self) -> DiskChain | None:
         """The moves between host and disk."""
         return None if self.offload is None else self.offload.chain
+
+    @property
+    def kept(self) -> KeptIndex | None:
+        """What the first offload manager keeps of its disk for the next engine."""
+        return None if self.offload is None else self.offload.kept
+
+    @property
+    def kept_pool(self) -> BlockPool:
+        """The tier on that disk."""
+        assert self.host_pool is not None
+        return self.host_pool if self.chain is None else self.chain.disk.pool
 
     def lower_pools(self) -> list[tuple[str, BlockPool, list[Memory]]]:
         """The tiers below the device: name, pool, and memory by rank."""

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.simple_kv_offload.metadata import (
     INVALID_JOB_ID,
+    KeptOrder,
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorkerMetadata,
     Timings,
@@ -108,6 +109,10 @@ class SimWorker:
         after.disks = self.disks
         for lanes, disk in zip(after.lanes, self.disks, strict=True):
             lanes.disk = disk
+        if self.params.disk:
+            after.hosts = self.hosts
+            for lanes, host in zip(after.lanes, self.hosts, strict=True):
+                lanes.host = host
         after.kept = [KeptRows(table.rows) for table in self.kept]
         after.identities, after.version = self.identities, self.version
         return after
@@ -283,6 +288,8 @@ class SimWorker:
                     self._lost[rank].failed_store_events[meta.store_event] = 1
                     continue
                 pairs = list(zip(meta.store_gpu_blocks, meta.store_cpu_blocks, strict=True))
+                if self.params.disk:
+                    self._check_not_kept(rank, pairs)
                 lanes.submit(self._job(meta.store_event, True, pairs, [], rng))
         if meta.load_event != INVALID_JOB_ID and not step.load_sent:
             self._load_order.append(meta.load_event)
@@ -330,11 +337,21 @@ class SimWorker:
             pairs = list(zip(order.src_blocks, order.dst_blocks, strict=True))
             job = self._job(order.event, is_store, pairs, [], rng)
             job.is_move = True
-            if is_store and not table.is_stale:
-                kept = sorted(table.rows.keys() & {slot for _, slot in pairs})
-                require(not kept, "I4", f"rank {rank} keeps disk slots {kept} while they are written")
+            if is_store:
+                self._check_not_kept(rank, pairs)
             self.lanes[rank].submit(job)
         self._seen_moves[rank] = (meta.move_down.issued, meta.move_up.issued)
+
+    def _check_not_kept(self, rank: int, pairs: list[tuple[int, int]]) -> None:
+        table = self.kept[rank]
+        kept = [] if table.is_stale else sorted(table.rows.keys() & {slot for _, slot in pairs})
+        require(not kept, "I4", f"rank {rank} keeps disk slots {kept} while they are written")
+
+    def apply_withdrawal(self, withdrawal: KeptOrder, rng: random.Random) -> None:
+        """What was withdrawn reaches all ranks at once, behind the steps that were sent."""
+        for table, lost in zip(self.kept, self._lost, strict=True):
+            lost.kept_lost |= table.bind(withdrawal, fails=self.fault("table fails", rng))
+        self.marks.hit("withdrawn for good")
 
     def _notice_lost(self, rank: int, meta: SimpleCPUOffloadMetadata) -> None:
         """Orders of earlier steps that never reached this rank are reported, stores as failed, loads as lost."""

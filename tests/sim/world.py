@@ -114,6 +114,7 @@ def _transfer_config(params: SimParams) -> KVTransferConfig | None:
             "kv_offload_backend": "disk",
             "disk_path": "/nonexistent/sim",
             "disk_capacity_bytes": 1 << 40,
+            "disk_persist": params.disk_persist,
         }
     if params.shared:
         extra["shared_pool"] = "sim"

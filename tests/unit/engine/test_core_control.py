@@ -43,6 +43,9 @@ class Scheduler:
     def flush_events(self) -> None:
         pass
 
+    def get_kv_connector(self) -> None:
+        return None
+
     def reset_encoder_cache(self) -> None:
         pass
 

@@ -238,6 +238,8 @@ def test_a_disk_tier_lies_below_the_host() -> None:
     assert not parse_options({}, world_size=1).disk_tier
     assert not options.disk_persist
     assert parse_options({**extra, "disk_persist": True}, world_size=1).disk_persist
+    in_place_of_host = {"kv_offload_backend": "disk", "disk_path": "/d/kv", "disk_persist": True}
+    assert parse_options(in_place_of_host, world_size=1).disk_persist
 
 
 @pytest.mark.parametrize(
@@ -253,11 +255,7 @@ def test_a_disk_tier_lies_below_the_host() -> None:
             {"disk_tier": True, "disk_path": "/d/kv", "disk_wait_s": 0},
             "disk_wait_s must be a positive number",
         ),
-        ({"disk_persist": True}, "disk_persist=true .* needs disk_tier=true"),
-        (
-            {"disk_persist": True, "kv_offload_backend": "disk", "disk_path": "/d/kv"},
-            "disk_persist=true .* needs disk_tier=true",
-        ),
+        ({"disk_persist": True}, "disk_persist=true .* needs disk_tier=true or kv_offload_backend='disk'"),
         ({"disk_persist": "yes"}, "disk_persist must be true or false, got 'yes'"),
     ],
 )

@@ -163,16 +163,36 @@ class CoreControl:
     def reset_prefix_cache_detailed(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> dict[str, Any]:
-        """Like `reset_prefix_cache`, with the reason if it is not a success: `{success, reason, …}`. Never raises."""
+        """Like `reset_prefix_cache`, with the reason if it is not a success: `{success, reason, …}`. Never raises.
+
+        What the answer says holds after a restart too.
+        """
         if reset_running_requests:
             self._finish_steps()
         try:
             success = self._scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+            result = {"success": success, "reason": None, **(self._scheduler.reset_prefix_cache_report or {})}
         except RuntimeError as error:  # blocks that even preemption cannot free
-            return {"success": False, "reason": str(error)}
+            result = {"success": False, "reason": str(error)}
         finally:
             self._scheduler.flush_events()
-        return {"success": success, "reason": None, **(self._scheduler.reset_prefix_cache_report or {})}
+        problem = self.carry_out_withdrawal()
+        if problem is not None:
+            reasons = [result["reason"], f"the next engine may find it again: {problem}"]
+            result |= {"success": False, "reason": "; ".join(reason for reason in reasons if reason)}
+        return result
+
+    def carry_out_withdrawal(self) -> str | None:
+        """Have the workers forget for good what the connector has just taken back; what stands in the way, or None."""
+        connector = self._scheduler.get_kv_connector()
+        withdrawal = None if connector is None else connector.take_withdrawal()
+        if withdrawal is None:
+            return None
+        try:
+            return self._executor.apply_kv_withdrawal(withdrawal)
+        except Exception as error:  # the workers' failure is an answer, not the end of the core
+            logger.exception("Withdrawn KV may be found again by the next engine")
+            return f"{type(error).__name__}: {error}"
 
     def reset_mm_cache(self) -> None:
         """Forget multimodal inputs."""

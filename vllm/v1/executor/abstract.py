@@ -18,6 +18,7 @@ from vllm.utils.registry import resolve_object
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_connector_types import KVConnectorMetadata
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 # What a worker method takes and returns is that method's business, hence `Any` in the broadcast calls.
@@ -196,6 +197,11 @@ class Executor(ABC):
         """What the workers' connectors want their peers to know, by rank."""
         metadata: list[dict[int, Any]] = self.collective_rpc("get_kv_connector_handshake_metadata")
         return metadata
+
+    def apply_kv_withdrawal(self, withdrawal: KVConnectorMetadata) -> str | None:
+        """Have every rank's connector forget for good what was withdrawn; what stands in the way, None if nothing."""
+        problems: list[str | None] = self.collective_rpc("apply_kv_withdrawal", args=(withdrawal,))
+        return "; ".join(problem for problem in problems if problem is not None) or None
 
     def init_kv_output_aggregator(self, connector: KVConnectorBase_V1) -> None:
         """From now on, combine the connector reports of all ranks."""

@@ -1,16 +1,27 @@
-"""Public name of the disk backend, and where its file lies. Layer L6."""
+"""Public name of the disk backend, where its file lies, and how it is opened. Layer L6."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.clock import Clock
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.simple_kv_offload.copy_backends.base import Regions, bytes_per_block
 from vllm.v1.simple_kv_offload.copy_backends.disk import DiskBackend
+from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
+
+logger = init_logger(__name__)
 
 # Files in a folder that was named as the path begin like this.
 FILE_STEM = "kv"
+
+Streams = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
 
 
 def _stem(disk_path: str) -> str:
@@ -34,4 +45,62 @@ def kept_file_path(disk_path: str, digest: bytes, vllm_config: VllmConfig | None
     return f"{_stem(disk_path)}.kept-{digest.hex()[:16]}-{engine}-{rank}"
 
 
-__all__ = ["DiskBackend", "disk_file_path", "kept_file_path"]
+@dataclass(frozen=True, slots=True)
+class DiskFile:
+    """Where the file of this rank lies and how it is used; ``is_kept``: the next engine is to find what is in it."""
+
+    path: str
+    buffer_slots: int
+    use_page_cache: bool
+    is_kept: bool
+    clock: Clock
+    deadline_s: float
+
+    def open(
+        self,
+        regions: Regions,
+        device: torch.device,
+        streams: Streams,
+        num_slots: int,
+        vllm_config: VllmConfig | None,
+        kv_cache_config: KVCacheConfig,
+    ) -> DiskBackend:
+        """A backend between ``regions`` and the file. A kept file that another engine has is replaced by one of its own.
+
+        ``ValueError`` for impossible sizes or keys that no restart would find, ``OSError`` if no file can be made.
+        """
+        own = disk_file_path(self.path, vllm_config)
+        if self.is_kept and vllm_config is not None:
+            digest = kv_digest(vllm_config, kv_cache_config)
+            kept = kept_file_path(self.path, digest, vllm_config)
+            try:
+                return self._backend(regions, device, streams, num_slots, kept, digest)
+            except BlockingIOError:
+                logger.warning("KV offload: another engine has %s; %s is used and not kept.", kept, own)
+        return self._backend(regions, device, streams, num_slots, own, None)
+
+    def _backend(
+        self,
+        regions: Regions,
+        device: torch.device,
+        streams: Streams,
+        num_slots: int,
+        path: str,
+        kept_digest: bytes | None,
+    ) -> DiskBackend:
+        backend = DiskBackend(clock=self.clock, deadline_s=self.deadline_s)
+        backend.init(
+            regions,
+            device,
+            *streams,
+            path,
+            num_slots,
+            bytes_per_block(regions),
+            self.buffer_slots,
+            self.use_page_cache,
+            kept_digest=kept_digest,
+        )
+        return backend
+
+
+__all__ = ["DiskBackend", "DiskFile", "disk_file_path", "kept_file_path"]

@@ -1,6 +1,6 @@
-"""The scheduler's part in keeping the disk over restarts: what changed in its tier, and what all ranks still have.
+"""The scheduler's part in keeping a disk over restarts: what changed in its tier, and what all ranks still have.
 
-Owns which changes the ranks have been told. It must not know files, moves or requests. Layer L4.
+Owns which changes the ranks have been told, and which of them cannot wait for a step. It must not know files, moves or requests. Layer L4.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ class KeptIndex:
         self._tier = tier
         self._changed: dict[int, None] = {}
         tier.changed = self._changed
-        self._epoch_told = tier.pool.epoch
+        self._told = self._withdrawn
         self._number = 0
+
+    @property
+    def _withdrawn(self) -> tuple[int, int]:
+        """Rises when content is taken back that must not come back: all of it, or what an error made suspect."""
+        return (self._tier.pool.epoch, self._tier.withdrawals)
 
     def restore(self, inventories: Sequence[KeptInventory]) -> int:
         """Make findable what every rank found on its disk under the same keys; returns how many slots.
@@ -69,12 +74,24 @@ class KeptIndex:
 
     def order(self) -> KeptOrder:
         """The changes for this step, as far as they fit."""
-        slots = list(islice(self._changed, SLOTS_PER_ORDER))
+        return self._order(None if self.owes_withdrawal else SLOTS_PER_ORDER)
+
+    def take_withdrawal(self) -> KeptOrder | None:
+        """All changes, if content was withdrawn since the last order: whoever answers for that has them carried out first."""
+        return self._order(None) if self.owes_withdrawal else None
+
+    @property
+    def owes_withdrawal(self) -> bool:
+        """Whether the ranks would still let the next engine find something that was withdrawn."""
+        return self._told != self._withdrawn
+
+    def _order(self, limit: int | None) -> KeptOrder:
+        slots = list(islice(self._changed, limit))
         for slot in slots:
             del self._changed[slot]
-        self._epoch_told = self._tier.pool.epoch
+        self._told = self._withdrawn
         self._number += bool(slots)
-        return KeptOrder(self._epoch_told, self._number, [KeptSlot(slot, self._keys(slot)) for slot in slots])
+        return KeptOrder(self._told[0], self._number, [KeptSlot(slot, self._keys(slot)) for slot in slots])
 
     def _keys(self, slot: int) -> KeptKeys:
         return self._tier.pool.get_keys(self._tier.pool.blocks[slot])
@@ -82,4 +99,4 @@ class KeptIndex:
     @property
     def has_work(self) -> bool:
         """Whether the next step has something to say."""
-        return self._epoch_told != self._tier.pool.epoch or bool(self._changed)
+        return self.owes_withdrawal or bool(self._changed)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from vllm.logger import init_logger
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyBackend, CopyResult, EventsList
-from vllm.v1.simple_kv_offload.copy_backends.kept import Keeper
 from vllm.v1.simple_kv_offload.metadata import (
     INVALID_JOB_ID,
     DiskOrder,
@@ -101,16 +100,13 @@ class _Direction:
 class DiskMoves:
     """Both directions over one backend, whose device side is host memory."""
 
-    def __init__(self, backend: CopyBackend | None, keeper: Keeper | None = None) -> None:
+    def __init__(self, backend: CopyBackend | None) -> None:
         self.backend = backend
-        self.keeper = keeper
         self._down = _Direction(backend, is_store=True)
         self._up = _Direction(backend, is_store=False)
 
     def bind(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Set the orders of this step."""
-        if self.keeper is not None:
-            self.keeper.bind(metadata.kept)
         self._down.bind(metadata.move_down)
         self._up.bind(metadata.move_up)
 
@@ -129,8 +125,6 @@ class DiskMoves:
         self._down.collect(report.completed_moves_down, report.failed_moves_down)
         bad = self._up.collect(report.completed_moves_up, report.failed_moves_up, report.timings)
         report.bad_disk_blocks |= bad
-        if self.keeper is not None:
-            report.kept_lost |= self.keeper.take_lost()
 
     @property
     def open_results(self) -> list[CopyResult]:

@@ -18,7 +18,6 @@ from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.simple_kv_offload.chain_index import ChainIndex
-from vllm.v1.simple_kv_offload.disk_kept import KeptIndex
 from vllm.v1.simple_kv_offload.metadata import DiskOrder
 from vllm.v1.simple_kv_offload.records import DiskCounts, Ledger
 from vllm.v1.simple_kv_offload.speed import SpeedCheck
@@ -186,11 +185,9 @@ class DiskChain:
         # Per move: blocks with a copy that were as near to their eviction as those that it takes down.
         self._older: dict[int, list[tuple[KVCacheBlock, BlockHashWithGroupId]]] = {}
         self._seen = self._state
-        self.kept: KeptIndex | None = None
         # Host slots that may have content the disk lacks, oldest first; only filled if the disk is kept.
         self._fresh: dict[int, None] = {}
         if settings.is_kept:
-            self.kept = KeptIndex(disk)
             host.changed = {}
 
     # -- coming up ----------------------------------------------------------------------------
@@ -458,7 +455,7 @@ class DiskChain:
     @property
     def has_work(self) -> bool:
         """Whether a move is planned or under way, or the next step may plan one."""
-        if self.down.live or self.up.live or (self.kept is not None and self.kept.has_work):
+        if self.down.live or self.up.live:
             return True
         if self.writes_off:
             return False

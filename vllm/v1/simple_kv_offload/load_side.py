@@ -183,7 +183,7 @@ class LoadSide:
             self.ledger.dropped += size
 
     def _forget_bad_slots(self, bad_slots: set[int]) -> None:
-        self._tier.pool.evict_blocks(sorted(bad_slots))
+        self._tier.evict(bad_slots)
         for load in (*self.loads.values(), *self.abandoned.values()):
             if any(block.block_id in bad_slots for block in load.transfer.tier_blocks):
                 load.bad_slots_known = True
@@ -192,7 +192,7 @@ class LoadSide:
         """A failed source must not be promised again: the bad slots if they are known, else all of them."""
         self.failures += 1
         if not load.bad_slots_known:
-            self._tier.pool.evict_blocks([block.block_id for block in load.transfer.tier_blocks])
+            self._tier.evict(block.block_id for block in load.transfer.tier_blocks)
 
     def reset(self) -> bool:
         """Drop unsent loads, abandon running ones; True if none is running."""

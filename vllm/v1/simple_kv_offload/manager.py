@@ -26,11 +26,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.simple_kv_offload.capacity import choose_num_blocks
+from vllm.v1.simple_kv_offload.disk_kept import KeptIndex
 from vllm.v1.simple_kv_offload.disk_tier import DiskChain, DiskSettings, chain_finder
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.lookup import Promises
 from vllm.v1.simple_kv_offload.metadata import (
     KeptInventory,
+    KeptOrder,
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorkerMetadata,
 )
@@ -73,8 +75,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
 
     ``cpu_capacity_bytes`` are per rank; ``disk_capacity_bytes > 0`` selects the disk instead.
     ``num_cpu_blocks`` replaces sizing by bytes, ``aligned_num_cpu_blocks`` is what the ranks agreed on.
-    ``disk_tier_bytes > 0`` puts a disk of so many bytes per rank below host memory, kept for the next start with
-    ``disk_persist``.
+    ``disk_tier_bytes > 0`` puts a disk of so many bytes per rank below host memory. With ``disk_persist`` the disk, there
+    or in place of host memory, is kept for the next start.
     ``shared_table``: the slots are those of a pool that other engines use too.
     ``prompt_only`` copies no generated tokens; ``any_cacheable_group`` serves models without full attention too.
     Raises ``ValueError`` for capacities or models it cannot work with.
@@ -135,6 +137,9 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         # Tokens that requests which are not admitted yet have asked for last.
         self._asked: dict[str, int] = {}
         self.chain = self._make_chain(kv_cache_config, disk_tier_bytes, disk_wait_s, disk_persist, self.clock)
+        self.kept = None
+        if disk_persist:
+            self.kept = KeptIndex(self.tier if self.chain is None else self.chain.disk)
         self.reporter = StatsReporter(
             is_disk,
             use_page_cache,
@@ -294,8 +299,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             self.chain.plan()
             metadata.move_down = self.chain.down.submit()
             metadata.move_up = self.chain.up.submit()
-            if self.chain.kept is not None:
-                metadata.kept = self.chain.kept.order()
+        if self.kept is not None:
+            metadata.kept = self.kept.order()
         if self.speed.checked:
             metadata.measures = True
             metadata.prefill_tokens = self._prefill_tokens(scheduler_output)
@@ -350,6 +355,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             self.store_side.report(report.completed_store_events, ok=True)
             self._update_chain(report)
             self.speed.observe(report.timings)
+            if report.kept_lost and self.kept is not None:
+                self.kept.resend()
         self.load_side.report(
             connector_output.finished_recving or (), connector_output.failed_recving or (), bad_slots
         )
@@ -363,15 +370,16 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         chain.report_down(report.completed_moves_down, ok=True)
         chain.report_up(report.failed_moves_up, ok=False)
         chain.report_up(report.completed_moves_up, ok=True)
-        if report.kept_lost and chain.kept is not None:
-            chain.kept.resend()
+
+    def take_withdrawal(self) -> KeptOrder | None:
+        """What the ranks' disks must forget before anybody is told that it is gone; None if there is nothing such."""
+        return None if self.kept is None else self.kept.take_withdrawal()
 
     def restore_kept(self, inventories: Sequence[KeptInventory]) -> int:
         """What all ranks found on their disks is findable from now on; returns the blocks. Call before any request."""
-        kept = None if self.chain is None else self.chain.kept
-        if kept is None or len(inventories) != self.expected_worker_count:
+        if self.kept is None or len(inventories) != self.expected_worker_count:
             return 0
-        return kept.restore(inventories)
+        return self.kept.restore(inventories)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Events of the tiers since the last call."""
@@ -435,7 +443,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
     def has_pending_work(self) -> bool:
         """Whether only further steps can collect a copy."""
         moves = self.chain is not None and self.chain.has_work
-        return self.store_side.has_work or self.load_side.has_orphans or moves
+        untold = self.kept is not None and self.kept.has_work
+        return self.store_side.has_work or self.load_side.has_orphans or moves or untold
 
     def has_pending_block_frees(self) -> bool:
         """Whether a running store will give blocks back to the device's free list."""

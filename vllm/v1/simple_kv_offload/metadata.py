@@ -64,7 +64,7 @@ class KeptSlot:
 
 
 @dataclass
-class KeptOrder:
+class KeptOrder(KVConnectorMetadata):
     """Changes of what the disk keeps for the next start: the state of some slots, complete.
 
     ``number`` counts the orders with slots, this one included: a rank that missed one notices. A higher ``clears`` than

@@ -96,8 +96,10 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
     if disk_tier and backend == "disk":
         raise ValueError("disk_tier=true puts a disk below host memory: it needs kv_offload_backend='cpu'")
     disk_persist = _flag(extra, "disk_persist", default=False)
-    if disk_persist and not disk_tier:
-        raise ValueError("disk_persist=true keeps the disk below host memory: it needs disk_tier=true")
+    if disk_persist and not disk_tier and backend != "disk":
+        raise ValueError(
+            "disk_persist=true keeps a disk: it needs disk_tier=true or kv_offload_backend='disk'"
+        )
     if backend == "cpu" and not disk_tier:
         ignored = [key for key in (*DISK_KEYS, "disk_wait_s") if key in extra]
         if ignored:

@@ -115,6 +115,8 @@ class Tier:
         self.coordinator = self.make_coordinator(self.pool)
         self.commits = 0
         """Staged slots that became findable so far."""
+        self.withdrawals = 0
+        """How often content was withdrawn (`forget`) that some slot had."""
         self.changed: dict[int, None] | None = None
         """Slots whose keys may have changed since somebody looked, in order; None if nobody wants to know."""
 
@@ -253,6 +255,7 @@ class Tier:
         while slots := {block.block_id for key in wanted if (block := self.get(key)) is not None}:
             self.evict(slots)
             count += len(slots)
+        self.withdrawals += count > 0
         return count
 
     def evict(self, slots: Iterable[int]) -> None:

@@ -28,18 +28,19 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
     bytes_per_block,
 )
 from vllm.v1.simple_kv_offload.copy_backends.disk_file import DIRECT_IO_ALIGNMENT
-from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
+from vllm.v1.simple_kv_offload.copy_backends.kept import Keeper
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import (
     SharedSlots,
     open_shared_pool,
 )
 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor, unpin_tensor
-from vllm.v1.simple_kv_offload.disk_backend import DiskBackend, disk_file_path, kept_file_path
+from vllm.v1.simple_kv_offload.disk_backend import DiskBackend, DiskFile, Streams
 from vllm.v1.simple_kv_offload.disk_moves import DiskMoves
 from vllm.v1.simple_kv_offload.host_buffer import HostBuffer
 from vllm.v1.simple_kv_offload.metadata import (
     INVALID_JOB_ID,
     KeptInventory,
+    KeptOrder,
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorkerMetadata,
     Timings,
@@ -54,9 +55,6 @@ logger = init_logger(__name__)
 
 PIN_MEMORY: bool = torch.cuda.is_available()
 DRAIN_POLL_S = 0.005
-
-
-Streams = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
 
 
 class Mover(Protocol):
@@ -140,6 +138,7 @@ class SimpleCPUOffloadWorker:
         self._host_buffer: HostBuffer | None = None
         self._backend: Mover | None = None
         self._moves: DiskMoves | None = None
+        self._keeper: Keeper | None = None
 
         self._metadata: SimpleCPUOffloadMetadata | None = None
         self._loads: list[_OpenCopy] = []
@@ -172,7 +171,9 @@ class SimpleCPUOffloadWorker:
         self.num_cpu_blocks = sync_num_offload_blocks_across_workers(own_blocks)
         streams = _copy_streams(self.device)
         if self._is_disk:
-            self._start_disk(block_bytes, streams)
+            self._backend = self._open_disk(
+                self.gpu_kv_caches, self.device, streams, self.num_cpu_blocks, self._use_page_cache
+            )
         else:
             self._start_host(streams)
         count, gib = self.num_cpu_blocks, self.num_cpu_blocks * block_bytes / 1024**3
@@ -213,8 +214,7 @@ class SimpleCPUOffloadWorker:
         self.cpu_kv_caches = self._host_buffer.regions
         # First what can be refused: threads that run by then would be left behind.
         if self._disk_tier_bytes:
-            disk = self._open_disk_tier()
-            self._moves = DiskMoves(disk, None if disk is None else disk.keeper)
+            self._moves = DiskMoves(self._open_disk_tier())
         backend = create_copy_backend(
             "cuda_dma" if self.device.type == "cuda" else "threaded", self._clock, self._transfer_timeout_s
         )
@@ -223,67 +223,51 @@ class SimpleCPUOffloadWorker:
 
     def _open_disk_tier(self) -> DiskBackend | None:
         """The disk below host memory; None, with a message, if its file cannot be made: the engine goes on."""
-        if self._disk_path is None:
-            raise ValueError("disk_path must be set for disk_tier=true")
-        digest = None
-        if self._disk_persist and self._vllm_config is not None:
-            digest = kv_digest(self._vllm_config, self._kv_cache_config)
-        path = disk_file_path(self._disk_path, self._vllm_config)
+        block_bytes = bytes_per_block(self.cpu_kv_caches)
+        num_slots = max(1, self._disk_tier_bytes // block_bytes)
+        use_page_cache = self._use_page_cache or block_bytes % DIRECT_IO_ALIGNMENT != 0
         try:
-            if digest is not None:
-                kept = kept_file_path(self._disk_path, digest, self._vllm_config)
-                try:
-                    return self._open_disk_file(kept, digest)
-                except BlockingIOError:
-                    logger.warning("KV offload: another engine has %s; %s is used and not kept.", kept, path)
-            return self._open_disk_file(path, None)
+            return self._open_disk(
+                self.cpu_kv_caches, torch.device("cpu"), (None, None), num_slots, use_page_cache
+            )
         except OSError as error:
             logger.error(
                 "KV offload: the disk tier is off, %s cannot be used: %s. The engine goes on with the host tier.",
-                error.filename or path,
+                error.filename or self._disk_path,
                 error,
             )
             return None
 
-    def _open_disk_file(self, path: str, kept_digest: bytes | None) -> DiskBackend:
-        block_bytes = bytes_per_block(self.cpu_kv_caches)
-        backend = DiskBackend(clock=self._clock, deadline_s=self._transfer_timeout_s)
-        backend.init(
-            self.cpu_kv_caches,
-            torch.device("cpu"),
-            None,
-            None,
-            path,
-            max(1, self._disk_tier_bytes // block_bytes),
-            block_bytes,
+    def _open_disk(
+        self,
+        regions: dict[str, torch.Tensor],
+        device: torch.device,
+        streams: Streams,
+        num_slots: int,
+        use_page_cache: bool,
+    ) -> DiskBackend:
+        if self._disk_path is None:
+            raise ValueError("disk_path must be set for disk_tier=true and for kv_offload_backend='disk'")
+        file = DiskFile(
+            self._disk_path,
             self._disk_buffer_slots,
-            self._use_page_cache or block_bytes % DIRECT_IO_ALIGNMENT != 0,
-            kept_digest=kept_digest,
+            use_page_cache,
+            self._disk_persist,
+            self._clock,
+            self._transfer_timeout_s,
         )
+        backend = file.open(regions, device, streams, num_slots, self._vllm_config, self._kv_cache_config)
+        self._keeper = backend.keeper
         return backend
 
     @property
     def kept_inventory(self) -> KeptInventory | None:
         """What an earlier engine left on this rank's disk; None without a disk that is kept."""
-        keeper = None if self._moves is None else self._moves.keeper
-        return None if keeper is None else KeptInventory(keeper.found)
+        return None if self._keeper is None else KeptInventory(self._keeper.found)
 
-    def _start_disk(self, block_bytes: int, streams: Streams) -> None:
-        if self._disk_path is None:
-            raise ValueError("disk_path must be set for kv_offload_backend='disk'")
-        assert self.device is not None
-        backend = DiskBackend(clock=self._clock, deadline_s=self._transfer_timeout_s)
-        backend.init(
-            self.gpu_kv_caches,
-            self.device,
-            *streams,
-            disk_file_path(self._disk_path, self._vllm_config),
-            self.num_cpu_blocks,
-            block_bytes,
-            self._disk_buffer_slots,
-            self._use_page_cache,
-        )
-        self._backend = backend
+    def withdraw(self, order: KeptOrder) -> str | None:
+        """See `Keeper.withdraw`."""
+        return None if self._keeper is None else self._keeper.withdraw(order)
 
     def unregister_kv_caches(self) -> None:
         """Before sleep: let every copy end, so that none touches memory that goes away. Idempotent."""
@@ -320,6 +304,8 @@ class SimpleCPUOffloadWorker:
         self._undeliverable.update(metadata.failed_load_reqs)
         self._measures = metadata.measures
         self._timer.start(metadata.prefill_tokens)
+        if self._keeper is not None:
+            self._keeper.bind(metadata.kept)
         if self._moves is not None:
             self._moves.bind(metadata)
 
@@ -468,6 +454,8 @@ class SimpleCPUOffloadWorker:
         self._lost_stores = []
         if self._moves is not None:
             self._moves.report_to(report)
+        if self._keeper is not None:
+            report.kept_lost = self._keeper.take_lost()
         if not self._measures:
             report.timings = Timings()
         report.bad_cpu_blocks, self._bad_slots = self._bad_slots, set()

@@ -21,6 +21,7 @@ from vllm.utils.registry import resolve_object
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_connector_types import KVConnectorMetadata
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 
@@ -142,6 +143,10 @@ class WorkerBase(ABC):
             return None
         metadata = get_kv_transfer_group().get_handshake_metadata()
         return None if metadata is None else {self.rank: metadata}
+
+    def apply_kv_withdrawal(self, withdrawal: KVConnectorMetadata) -> str | None:
+        """See `KVConnectorBase_V1.apply_withdrawal`."""
+        return get_kv_transfer_group().apply_withdrawal(withdrawal) if has_kv_transfer_group() else None
 
     def get_simple_cpu_offload_num_blocks(self) -> int | None:
         """Host blocks that the offload connector agreed on with the other ranks, or None."""

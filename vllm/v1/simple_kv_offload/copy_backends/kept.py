@@ -20,18 +20,21 @@ logger = init_logger(__name__)
 
 FAILURES_MAX = 3
 """Failed updates in a row after which nothing is kept any more."""
+WITHDRAW_WAIT_S = 5.0
+"""How long a withdrawal waits for the disk."""
 
 
 @dataclass(slots=True)
 class _Update(CopyJob):
-    """Rows to write, after emptying the table if ``clears``."""
+    """Rows to write, after emptying the table if ``clears``; ``is_durable``: even a loss of power may not undo it."""
 
     rows: Sequence[Row] = ()
     clears: bool = False
+    is_durable: bool = False
 
 
 class Keeper:
-    """Applies orders to the table in the background; the step never waits for the disk.
+    """Applies orders to the table in the background; the step never waits for the disk, only a withdrawal does.
 
     An update that is missing would leave a row that tells of content nobody should find. So the table is emptied
     when an order or a write was lost, and the scheduler is asked to send everything again (`take_lost`).
@@ -45,6 +48,8 @@ class Keeper:
         self._failures = 0
         self._lost = False
         self._must_clear = False
+        self._late: CopyResult | None = None
+        self._is_left_behind = False
         rows = table.rows()
         for row in rows:
             file.restore(row.slot, row.checksum)
@@ -54,6 +59,23 @@ class Keeper:
 
     def bind(self, order: KeptOrder) -> None:
         """Take the step's order."""
+        self._take(order, is_durable=False)
+
+    def withdraw(self, order: KeptOrder) -> str | None:
+        """Take an order and wait until no restart can bring back what it takes away; else what stands in the way."""
+        result = self._take(order, is_durable=True)
+        if self._lane is None:
+            return f"{self._table.path} could not be removed" if self._is_left_behind else None
+        if result is None:
+            return None
+        is_stuck = self._late is not None and not self._late.query()
+        if not result.synchronize(0.0 if is_stuck else WITHDRAW_WAIT_S):
+            self._late = result
+            return f"{self._table.path} was not written within {WITHDRAW_WAIT_S:g} s"
+        return None if result.error is None else f"{self._table.path} cannot be written: {result.error}"
+
+    def _take(self, order: KeptOrder, *, is_durable: bool) -> CopyResult | None:
+        """Queue what the order changes; None if nothing does."""
         expected = self._seen.number + bool(order.slots)
         if order.number != expected:
             self._lost = self._must_clear = True
@@ -64,17 +86,23 @@ class Keeper:
             checksum = self._file.checksum(entry.slot)
             rows.append(Row(entry.slot, checksum or 0, entry.keys if checksum is not None else ()))
         if self._lane is None or not (rows or clears):
-            return
+            return None
         self._must_clear = False
-        update = _Update((), (), True, order.number, rows=rows, clears=clears)
+        update = _Update((), (), True, order.number, rows=rows, clears=clears, is_durable=is_durable)
         self._open.append(update.result)
         self._lane.submit(update)
+        return update.result
 
     def _apply(self, job: CopyJob) -> None:
         assert isinstance(job, _Update)
         if job.clears:
             self._table.clear()
+        # A thread that was given up while it hung must not write what newer updates have replaced.
+        if job.result.query():
+            return
         self._table.write(job.rows)
+        if job.is_durable:
+            self._table.sync()
         job.result.resolve()
 
     def take_lost(self) -> bool:
@@ -116,6 +144,7 @@ class Keeper:
             if ended:
                 self._table.close(remove=remove)
         except OSError as error:
+            self._is_left_behind = True
             logger.error("KV offload: %s cannot be removed: %s", self._table.path, error)
         if not (written or remove):
             logger.warning("KV offload: the last updates of %s were not written.", self._table.path)

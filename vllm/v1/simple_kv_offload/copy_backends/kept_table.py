@@ -122,9 +122,16 @@ class KeptTable:
             self._write(b"".join(records), HEADER_BYTES + first * RECORD_BYTES)
 
     def clear(self) -> None:
-        """None of the rows counts any more, even after a loss of power."""
-        self._write_header(self._generation + 1)
+        """None of the rows counts any more, even after a loss of power.
+
+        After an error nothing that is written counts, until a later call succeeds.
+        """
         self._generation += 1
+        self._write_header(self._generation)
+
+    def sync(self) -> None:
+        """What was written stays, even after a loss of power."""
+        os.fdatasync(self._fd)
 
     def close(self, *, remove: bool = False) -> None:
         """Let go of the file, or remove it. Idempotent."""

@@ -76,6 +76,13 @@ class WorkerHalf(ABC):
         """What peers need to reach this worker, asked once."""
         return None
 
+    def apply_withdrawal(self, withdrawal: KVConnectorMetadata) -> str | None:
+        """Carry out what ``take_withdrawal`` of the scheduler half gave; returns what stands in the way, None if done.
+
+        Called between steps, behind all that were submitted. On return no later engine finds what was withdrawn.
+        """
+        return None
+
     def reset_capture_state(self) -> None:
         """Forget what a graph capture recorded."""
         return
@@ -250,6 +257,13 @@ class SchedulerHalf(ABC):
 
     def reset_cache(self) -> bool | None:
         """Drop the external cache. False = failed; None counts as success."""
+        return None
+
+    def take_withdrawal(self) -> KVConnectorMetadata | None:
+        """What the workers must forget for good before a reset is answered, or the end of a request after an error.
+
+        None: nothing such. Asked after both; what nobody asks for leaves with the next step.
+        """
         return None
 
     def get_finished_count(self) -> int | None:

@@ -30,6 +30,13 @@ class MultiKVConnectorMetadata(KVConnectorMetadata):
 
 
 @dataclass
+class MultiKVConnectorWithdrawal(KVConnectorMetadata):
+    """``metadata[i]`` is for the worker half of child i; None: it has nothing to take back."""
+
+    metadata: tuple[KVConnectorMetadata | None, ...]
+
+
+@dataclass
 class MultiKVConnectorHandshakeMetadata(KVConnectorHandshakeMetadata):
     """``metadata[i]`` is from the worker half of child i, for its scheduler half."""
 

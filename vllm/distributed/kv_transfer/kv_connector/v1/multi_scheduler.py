@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_records import (
     MultiKVConnectorHandshakeMetadata,
     MultiKVConnectorMetadata,
+    MultiKVConnectorWithdrawal,
     MultiKVConnectorWorkerMetadata,
     in_common_order,
 )
@@ -184,6 +185,10 @@ class MultiSchedulerHalf(SchedulerHalf):
     def reset_cache(self) -> bool | None:
         results = [child.reset_cache() for child in self._connectors]
         return all(result is not False for result in results)
+
+    def take_withdrawal(self) -> MultiKVConnectorWithdrawal | None:
+        parts = tuple(child.take_withdrawal() for child in self._connectors)
+        return None if all(part is None for part in parts) else MultiKVConnectorWithdrawal(parts)
 
     def get_finished_count(self) -> int | None:
         counts = {child.get_finished_count() for child in self._connectors}

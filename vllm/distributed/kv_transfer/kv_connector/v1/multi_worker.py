@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_records import (
     MultiKVConnectorHandshakeMetadata,
     MultiKVConnectorMetadata,
+    MultiKVConnectorWithdrawal,
     MultiKVConnectorWorkerMetadata,
 )
 
@@ -65,6 +66,13 @@ class MultiWorkerHalf(WorkerHalf):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         parts = tuple(child.get_handshake_metadata() for child in self._connectors)
         return None if all(part is None for part in parts) else MultiKVConnectorHandshakeMetadata(parts)
+
+    def apply_withdrawal(self, withdrawal: KVConnectorMetadata) -> str | None:
+        if not isinstance(withdrawal, MultiKVConnectorWithdrawal):
+            raise TypeError(f"expected MultiKVConnectorWithdrawal, got {type(withdrawal).__name__}")
+        parts = zip(self._connectors, withdrawal.metadata, strict=True)
+        problems = [child.apply_withdrawal(part) for child, part in parts if part is not None]
+        return "; ".join(problem for problem in problems if problem is not None) or None
 
     def reset_capture_state(self) -> None:
         for child in self._connectors:

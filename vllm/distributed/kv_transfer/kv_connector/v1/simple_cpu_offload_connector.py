@@ -35,7 +35,7 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import check_shareable, join_shared_pool
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
-from vllm.v1.simple_kv_offload.metadata import KeptInventory, SimpleCPUOffloadMetadata
+from vllm.v1.simple_kv_offload.metadata import KeptInventory, KeptOrder, SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadPromMetrics, SimpleCPUOffloadStats
 from vllm.v1.simple_kv_offload.options import (
     DEFAULT_CPU_CAPACITY_BYTES,
@@ -128,6 +128,11 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self.worker_handler is None else self.worker_handler.kept_inventory
+
+    def apply_withdrawal(self, withdrawal: KVConnectorMetadata) -> str | None:
+        if self.worker_handler is None or not isinstance(withdrawal, KeptOrder):
+            return None
+        return self.worker_handler.withdraw(withdrawal)
 
     def unregister_kv_caches(self) -> None:
         if self.worker_handler is not None:
@@ -249,6 +254,9 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         return None if self.scheduler_manager is None else self.scheduler_manager.reset()
+
+    def take_withdrawal(self) -> KVConnectorMetadata | None:
+        return None if self.scheduler_manager is None else self.scheduler_manager.take_withdrawal()
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> Sequence[int]:
         return () if self.scheduler_manager is None else self.scheduler_manager.prefix_cacheable_group_ids
