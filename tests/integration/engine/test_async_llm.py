@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.intake import FOLLOW_SLICE
+from vllm.v1.metrics.reader import get_metrics_snapshot
 
 FLAKY = "tests.helpers.faulty_executors.PoisonedExecutor"
 LONG = 200
@@ -287,11 +288,26 @@ async def test_reset_says_why_it_did_not_succeed(engine: AsyncLLM) -> None:
     assert len((await task)[-1].outputs[0].token_ids) == LONG
 
 
+def sleep_state() -> str:
+    """The state that the metrics show."""
+    states = [metric for metric in get_metrics_snapshot() if metric.name == "vllm:engine_sleep_state"]
+    return next(str(metric.labels["sleep_state"]) for metric in states if metric.value)
+
+
 async def test_sleep_and_wake_up(engine: AsyncLLM) -> None:
     expected = (await collect(engine, [7] * 9, greedy()))[-1].outputs[0].token_ids
+    assert sleep_state() == "awake"
     await engine.sleep(1)
     assert await engine.is_sleeping()
+    assert sleep_state() == "weights_offloaded"
+    await engine.wake_up(["weights"])
+    assert sleep_state() == "weights_offloaded"
     await engine.wake_up()
+    assert sleep_state() == "awake"
+    await engine.release_kv_cache_memory()
+    assert sleep_state() == "weights_offloaded"
+    await engine.resume_generation()
+    assert sleep_state() == "awake"
     assert not await engine.is_sleeping()
     assert (await collect(engine, [7] * 9, greedy()))[-1].outputs[0].token_ids == expected
     with pytest.raises(RuntimeError, match="level=7"):

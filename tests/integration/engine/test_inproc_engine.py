@@ -432,3 +432,20 @@ def test_metrics_count_what_happened() -> None:
     }  # type: ignore[attr-defined]
     assert read == {"prompt_tokens": 80, "generation_tokens": 16, "prefix_cache_hits": 32}
     assert values["vllm:num_requests_running"].value == 0  # type: ignore[attr-defined]
+
+
+def test_metrics_tell_whether_the_engine_sleeps() -> None:
+    engine = start(disable_log_stats=False)
+
+    def awake() -> float:
+        states = [metric for metric in engine.get_metrics() if metric.name == "vllm:engine_sleep_state"]
+        return next(float(m.value) for m in states if m.labels["sleep_state"] == "awake")  # type: ignore[attr-defined]
+
+    engine.sleep(1)
+    assert awake() == 0
+    engine.wake_up()
+    assert awake() == 1
+    engine.release_kv_cache_memory()
+    assert awake() == 0
+    engine.resume_generation()
+    assert awake() == 1

@@ -9,12 +9,14 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_core_client import AsyncMPClient
+from vllm.v1.metrics.loggers import StatLoggerManager
 
 
 class AsyncControl:
     """Mixed into `AsyncLLM`. A failure in the core is a RuntimeError with the core's message."""
 
     engine_core: AsyncMPClient
+    logger_manager: StatLoggerManager | None
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return tuple(await self.engine_core.call_utility_async("get_supported_tasks"))
@@ -63,6 +65,7 @@ class AsyncControl:
 
     async def resume_generation(self) -> None:
         await self.engine_core.call_utility_async("resume_scheduler")
+        await self._record_sleep_state(0)
 
     async def is_paused(self) -> bool:
         return bool(await self.engine_core.call_utility_async("is_scheduler_paused"))
@@ -70,15 +73,23 @@ class AsyncControl:
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Pause and give memory back: 0 nothing, 1 the KV cache, 2 the weights too."""
         await self.engine_core.call_utility_async("sleep", level, mode)
+        await self._record_sleep_state(level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         await self.engine_core.call_utility_async("wake_up", tags)
+        await self._record_sleep_state(0)
 
     async def is_sleeping(self) -> bool:
         return bool(await self.engine_core.call_utility_async("is_sleeping"))
 
     async def release_kv_cache_memory(self) -> None:
         await self.engine_core.call_utility_async("release_kv_cache_memory")
+        await self._record_sleep_state(1)
+
+    async def _record_sleep_state(self, level: int) -> None:
+        """Let the metrics show the level that a call has just led to, unless it led only part of the way."""
+        if self.logger_manager is not None and await self.is_sleeping() == (level > 0):
+            self.logger_manager.record_sleep_state(level)
 
     # -- workers -------------------------------------------------------------------------------------------------
 

@@ -218,9 +218,11 @@ class LLMEngine:
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self._pause_mode = mode
         self.engine_core.call_utility("sleep", level, mode)
+        self._record_sleep_state(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.engine_core.call_utility("wake_up", tags)
+        self._record_sleep_state(0)
 
     def is_sleeping(self) -> bool:
         return bool(self.engine_core.call_utility("is_sleeping"))
@@ -228,6 +230,12 @@ class LLMEngine:
     def release_kv_cache_memory(self) -> None:
         self._pause_mode = self._pause_mode or "abort"
         self.engine_core.call_utility("release_kv_cache_memory")
+        self._record_sleep_state(1)
+
+    def _record_sleep_state(self, level: int) -> None:
+        """Let the metrics show the level that a call has just led to, unless it led only part of the way."""
+        if self.logger_manager is not None and self.is_sleeping() == (level > 0):
+            self.logger_manager.record_sleep_state(level)
 
     def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
         self._pause_mode = mode
@@ -235,6 +243,7 @@ class LLMEngine:
 
     def resume_generation(self) -> None:
         self.engine_core.call_utility("resume_scheduler")
+        self._record_sleep_state(0)
 
     def is_paused(self) -> bool:
         return bool(self.engine_core.call_utility("is_scheduler_paused"))
