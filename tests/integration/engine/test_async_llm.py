@@ -304,6 +304,7 @@ async def test_sleep_and_wake_up(engine: AsyncLLM) -> None:
     assert sleep_state() == "weights_offloaded"
     await engine.wake_up()
     assert sleep_state() == "awake"
+    await engine.pause_generation()
     await engine.release_kv_cache_memory()
     assert sleep_state() == "weights_offloaded"
     await engine.resume_generation()

@@ -445,6 +445,7 @@ def test_metrics_tell_whether_the_engine_sleeps() -> None:
     assert awake() == 0
     engine.wake_up()
     assert awake() == 1
+    engine.pause_generation()
     engine.release_kv_cache_memory()
     assert awake() == 0
     engine.resume_generation()
