@@ -167,3 +167,20 @@ def test_an_input_brings_its_own_wish_for_log_probabilities(driver: Driver) -> N
     driver.scheduler.add_request(update)
     assert request.wants_logprobs
     assert not request.has_plain_output
+
+
+def test_a_reset_of_what_runs_takes_the_blocks_of_a_paused_session_too(driver: Driver) -> None:
+    scheduler = driver.scheduler
+    driver.add("s", prompt(9), max_tokens=4, resumable=True)
+    drain(driver)
+    first = driver.outputs["s"].copy()
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert driver.free_blocks() == 39
+    driver.ends.clear()
+    scheduler.add_request(make_request(scheduler, "s", prompt(6, 3), 3, resumable=False))
+    output = driver.step()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == 0, "nothing from before the reset is used"
+    driver.run()
+    extended = prompt(9) + first[:-1] + prompt(6, 3)
+    assert driver.outputs["s"] == first + expected_output(extended, 3)
+    driver.assert_at_rest()

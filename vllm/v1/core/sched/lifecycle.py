@@ -455,13 +455,11 @@ class RequestLifecycle(SchedulerInterface):
         else:
             num_stale = request.num_stale_output_tokens + self._in_flight.make_stale(request.request_id)
         self._forget_unconfirmed(request)
-        self._free_blocks(request)
         self._inflight_prefills.discard(request)
         request.num_stale_output_tokens = num_stale
         request.drop_stale_output = drop_stale
         request.num_tokens_at_preemption = request.num_computed_tokens
-        request.num_computed_tokens = request.num_hash_offered_tokens = 0
-        request.replay_start = 0
+        self._start_over(request)
         request.is_prefill_chunk = False
         request.move_to(RequestStatus.PREEMPTED)
         request.num_preemptions += 1
@@ -475,10 +473,14 @@ class RequestLifecycle(SchedulerInterface):
         """Take the blocks of a request that waits with them; it starts again from the waiting front."""
         self.kv_holding_waiting.remove_request(request)
         self._remote.forget(request)
+        self._start_over(request)
+        self.waiting.prepend_request(request)
+
+    def _start_over(self, request: Request) -> None:
+        """Let go of all that is computed of the request; it will be looked up, or computed, once more."""
         self._free_blocks(request)
         request.num_computed_tokens = request.num_hash_offered_tokens = 0
         request.replay_start = 0
-        self.waiting.prepend_request(request)
 
 
 __all__ = ["RequestLifecycle"]

@@ -260,9 +260,8 @@ class Results(Upkeep):
         request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
         if has_run_on and self.params.cache.overwrites_state:
             # A step in flight takes the running state beyond that token: it is computed again, as far as need be.
-            self._free_blocks(request)
             request.num_tokens_at_preemption = request.num_computed_tokens
-            request.num_computed_tokens = request.num_hash_offered_tokens = 0
+            self._start_over(request)
 
     def _end_corrupted(self, request: Request, num_nans: int) -> EngineCoreOutput:
         """Logits were not finite: nothing the request has read or written may be reused."""

@@ -93,6 +93,8 @@ class Upkeep(RequestLifecycle):
         for request in reversed(list(self.kv_holding_waiting)):
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 self._release_holder(request)
+            elif request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self._start_over(request)
 
     def _report_reset(
         self, device_reset: bool, connector_reset: bool | None, blocks_held: int
