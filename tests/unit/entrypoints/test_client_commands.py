@@ -71,8 +71,11 @@ def test_errors_of_the_server_are_shown(app, capsys, tmp_path, monkeypatch):
         assert "404: The model `nope` does not exist." in capsys.readouterr().err
         assert main.main(["chat", "--url", f"{url}/nowhere", "-q", "x"]) == 1
         assert "404" in capsys.readouterr().err
-    assert main.main(["chat", "--url", "http://127.0.0.1:9/v1", "-q", "x"]) == 1
+    nobody = ["--url", "http://127.0.0.1:9/v1", "-q", "x"]
+    assert main.main(["chat", *nobody]) == 1
     assert "no server answers" in capsys.readouterr().err
+    assert main.main(["chat", "--model-name", "m", *nobody]) == 1
+    assert "no answer from" in capsys.readouterr().err
     failing = App(tmp_path / "f", says("a", finish="error", stop_reason="broken"))
     with running(failing) as url:
         assert main.main(["complete", "--url", f"{url}/v1", "-q", "x"]) == 1
@@ -247,7 +250,20 @@ async def test_batch_lines_are_answered_in_order(app):
     assert "not offered" in answers[2]["error"]["message"]
 
 
+async def test_a_defect_costs_its_own_line_only(app, monkeypatch):
+    async def broken(request):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(app.app.state.serving.chat, "create_chat_completion", broken)
+    lines = run_batch.parse_lines("\n".join(json.dumps(line) for line in LINES[:2]))
+    answers = await run_batch.answer_all(lines, app.app.state.serving)
+    assert [answer["response"]["status_code"] for answer in answers] == [200, 500]
+
+
 def test_batch_files(tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="cannot be read"):
+        run_batch.read_text(str(tmp_path / "bytes"))
     with pytest.raises(ValueError, match="line 2"):
         run_batch.parse_lines(json.dumps(LINES[0]) + "\nnonsense\n")
     for place in (str(tmp_path / "none"), "http://127.0.0.1:9/in"):

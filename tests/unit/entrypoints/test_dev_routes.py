@@ -106,7 +106,9 @@ async def test_collective_rpc(app):
     assert (await app.error("/collective_rpc", {}))["param"] == "method"
 
 
-@pytest.mark.parametrize("method", ["shutdown", "load_model", "execute_model", "sleep"])
+@pytest.mark.parametrize(
+    "method", ["shutdown", "load_model", "execute_model", "sleep", "execute_method", "init_worker"]
+)
 async def test_calls_that_are_the_engines_own_are_refused(app, method):
     error = await app.error("/collective_rpc", {"method": method})
     assert (error["code"], error["param"]) == (400, "method")
@@ -154,6 +156,7 @@ async def test_server_info(app, monkeypatch):
 
 
 def test_plain_values():
+    assert plain([float("nan"), float("-inf"), 0.5]) == ["nan", "-inf", 0.5]
     assert plain({"a": (1, {2}), 3: None}) == {"a": [1, [2]], "3": None}
     assert plain(KVTransferConfig(kv_connector="A", kv_role="kv_both"))["kv_connector"] == "A"
     assert plain(dataclasses) == str(dataclasses)

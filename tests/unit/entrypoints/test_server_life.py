@@ -181,6 +181,36 @@ def test_a_socket_file_that_cannot_be_made_is_named(tmp_path):
         bind_socket(argparse.Namespace(uds=path, host=None, port=8000))
 
 
+def test_a_socket_file_of_a_killed_server_is_replaced_and_others_are_not(args, tmp_path):
+    args.uds = str(tmp_path / "s")
+    left = bind_socket(args)
+    with pytest.raises(ValueError, match="Address already in use"):
+        bind_socket(args)
+    left.close()  # as a kill does: the file stays
+    sock = bind_socket(args)
+    api_server.close_socket(args, sock)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "s").write_text("mine")
+    with pytest.raises(ValueError, match="Address already in use"):
+        bind_socket(args)
+    assert (tmp_path / "s").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--middleware", "nowhere.at.all"], "'nowhere.at.all' cannot be imported"),
+        (["--ssl-certfile", "no.pem", "--ssl-keyfile", "no.key"], "no.pem"),
+        (["--uvicorn-log-level", "loud"], "'loud' is none of"),
+        (["--allowed-origins", '"*"'], "must be a JSON list"),
+    ],
+)
+def test_flags_of_the_server_are_checked_before_the_model_loads(flags, words):
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["m", *flags])
+    with pytest.raises(ValueError, match=words):
+        api_server.prepare(args)
+
+
 def test_run_server_joins_engine_and_server(args, tmp_path, monkeypatch):
     app = App(tmp_path, says("x"))
     engine = app.engine

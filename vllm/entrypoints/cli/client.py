@@ -64,18 +64,25 @@ class Client:
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Chunks of an answer."""
-        with self.http.stream("POST", path, json={"model": self.model, "stream": True, **body}) as reply:
-            if reply.status_code != 200:
-                reply.read()
-                _check(reply)
-            for line in reply.iter_lines():
-                data = line.removeprefix("data: ")
-                if data == line or data == "[DONE]":
-                    continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ValueError(chunk["error"]["message"])
-                yield chunk
+        try:
+            with self.http.stream("POST", path, json={"model": self.model, "stream": True, **body}) as reply:
+                yield from _chunks(reply)
+        except httpx.HTTPError as error:
+            raise ValueError(f"no answer from {self.http.base_url}: {error}") from error
+
+
+def _chunks(reply: httpx.Response) -> Iterator[dict[str, Any]]:
+    if reply.status_code != 200:
+        reply.read()
+        _check(reply)
+    for line in reply.iter_lines():
+        data = line.removeprefix("data: ")
+        if data == line or data == "[DONE]":
+            continue
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise ValueError(chunk["error"]["message"])
+        yield chunk
 
 
 def _check(reply: httpx.Response) -> None:

@@ -47,7 +47,7 @@ def read_text(place: str) -> str:
         if place.startswith(("http://", "https://")):
             return httpx.get(place, timeout=URL_TIMEOUT_S).raise_for_status().text
         return Path(place).read_text(encoding="utf-8")
-    except (OSError, httpx.HTTPError) as error:
+    except (OSError, UnicodeDecodeError, httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(f"--input-file {place!r} cannot be read: {error}") from error
 
 
@@ -95,6 +95,9 @@ async def answer(line: BatchLine, by_url: dict[str, Handler]) -> dict[str, Any]:
             raise VLLMValidationError("a batch request cannot be streamed", parameter="stream")
         result = await handler(line.body)
     except (VLLMError, ValidationError) as error:
+        result = create_error_response(error)
+    except Exception as error:  # a defect that one request shows must not cost the answers to all others
+        logger.exception("Request %r of the batch failed", line.custom_id)
         result = create_error_response(error)
     failed = isinstance(result, ErrorResponse)
     response = {

@@ -112,6 +112,9 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     return parser
 
 
+UVICORN_LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
 def validate_parsed_serve_args(args: argparse.Namespace) -> None:
     """Check flags against each other.
 
@@ -129,6 +132,14 @@ def validate_parsed_serve_args(args: argparse.Namespace) -> None:
     load_chat_template(args.chat_template)
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
         raise TypeError("--ssl-keyfile and --ssl-certfile need each other")
+    if args.uvicorn_log_level not in UVICORN_LOG_LEVELS:
+        raise ValueError(
+            f"--uvicorn-log-level {args.uvicorn_log_level!r} is none of {', '.join(UVICORN_LOG_LEVELS)}"
+        )
+    for name in ("origins", "methods", "headers"):
+        value = getattr(args, f"allowed_{name}")
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ValueError(f"--allowed-{name} must be a JSON list of texts, got {value!r}")
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:

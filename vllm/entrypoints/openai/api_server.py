@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import os
 import signal
 import socket
+import stat
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Final, cast
@@ -19,6 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from uvicorn.config import create_ssl_context
 
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -256,7 +259,10 @@ def bind_socket(args: argparse.Namespace) -> socket.socket:
     if args.uds:
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            if _is_left_behind(args.uds):
+                os.unlink(args.uds)
             server.bind(args.uds)
+            server.listen()  # at once, so that nobody takes the file for one that was left behind
         except OSError as error:
             server.close()
             raise ValueError(f"cannot listen on {args.uds}: {error.strerror}") from error
@@ -270,6 +276,31 @@ def bind_socket(args: argparse.Namespace) -> socket.socket:
         server.close()
         raise ValueError(f"cannot listen on {args.host or '*'}:{args.port}: {error.strerror}") from error
     return server
+
+
+def _is_left_behind(path: str) -> bool:
+    """Whether this is the socket of a server that was killed: nobody listens, but the name is taken."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+    except OSError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def close_socket(args: argparse.Namespace, sock: socket.socket) -> None:
+    """Close the listening socket and remove its file."""
+    sock.close()
+    if args.uds:
+        with contextlib.suppress(OSError):
+            os.unlink(args.uds)
 
 
 async def serve_app(args: argparse.Namespace, app: FastAPI, sock: socket.socket) -> int:
@@ -369,6 +400,31 @@ def prepare(args: argparse.Namespace) -> None:
     resolve_model(args)
     validate_parsed_serve_args(args)
     refuse_unsupported(args)
+    for path in args.middleware:
+        _imported(path)
+    _check_tls(args)
+
+
+def _check_tls(args: argparse.Namespace) -> None:
+    """Read the certificate as the server will. Raises ValueError naming the files."""
+    if not args.ssl_certfile:
+        return
+    try:
+        create_ssl_context(
+            keyfile=args.ssl_keyfile,
+            certfile=args.ssl_certfile,
+            password=None,
+            ssl_version=uvicorn.config.SSL_PROTOCOL_VERSION,
+            cert_reqs=args.ssl_cert_reqs,
+            ca_certs=args.ssl_ca_certs,
+            ciphers=args.ssl_ciphers,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"TLS cannot work with --ssl-certfile {args.ssl_certfile!r}, --ssl-keyfile {args.ssl_keyfile!r}, "
+            f"--ssl-ca-certs {args.ssl_ca_certs!r}, --ssl-ciphers {args.ssl_ciphers!r} and --ssl-cert-reqs "
+            f"{args.ssl_cert_reqs}: {error}"
+        ) from error
 
 
 def run_server(args: argparse.Namespace) -> int:
@@ -384,17 +440,16 @@ def run_server(args: argparse.Namespace) -> int:
     # Until the server handles signals itself, each of them must still end the engine's process.
     signal.signal(signal.SIGTERM, _raise_exit)
     raise_at_interrupt()
-    engine = AsyncLLM.from_vllm_config(
-        vllm_config,
-        usage_context=UsageContext.OPENAI_API_SERVER,
-        enable_log_requests=False,
-        disable_log_stats=args.disable_log_stats,
-    )
-    try:
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(close_socket, args, sock)
+        engine = AsyncLLM.from_vllm_config(
+            vllm_config,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            enable_log_requests=False,
+            disable_log_stats=args.disable_log_stats,
+        )
+        cleanup.callback(engine.shutdown)
         return asyncio.run(serve_app(args, build_app(args, engine), sock))
-    finally:
-        engine.shutdown()
-        sock.close()
 
 
 def _raise_exit(number: int, frame: Any) -> None:

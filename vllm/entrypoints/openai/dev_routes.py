@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 import sys
@@ -36,8 +37,10 @@ ENGINE_METHODS = frozenset(
     {
         "compile_or_warm_up_model",
         "execute_dummy_batch",
+        "execute_method",
         "execute_model",
         "init_device",
+        "init_worker",
         "initialize_from_config",
         "load_model",
         "sample_tokens",
@@ -226,6 +229,8 @@ def system_info() -> dict[str, str]:
 
 def plain(value: Any) -> Any:
     """A JSON value: records become objects, anything else that JSON lacks becomes text. Secret fields are left out."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, ConfigRecord):
