@@ -23,6 +23,7 @@ from vllm.v1.core.block_hash import (
 from vllm.v1.core.invariants import check_invariants
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.running import blocks_missing
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.request import RequestStatus
 
@@ -101,6 +102,20 @@ def test_the_whole_sequence_counts_no_more_than_a_window_holds() -> None:
     kv = manager(8, window(16, 32), max_in_flight_tokens=32)
     req = request("a", range(320))
     assert kv.allocate_slots(req, 32, full_sequence_must_fit=True) is not None
+
+
+def test_columns_left_behind_do_not_count_as_blocks_that_a_window_holds() -> None:
+    kv = manager(40, window(4, 8), max_in_flight_tokens=8)
+    group = kv.coordinator.single_type_managers[0]
+    assert group.max_admission_blocks_per_request == 5
+    req = request("a", range(100), hash_block=4)
+    admit(kv, req, 8)
+    for _ in range(4):
+        assert step(kv, req, 8)
+    kv.remove_skipped_blocks("a", 40)
+    held = sum(block != 0 for block in kv.get_block_ids("a")[0])
+    assert held == 2
+    assert blocks_missing(kv, req, 100) == 5 - held
 
 
 def test_reserved_blocks_are_not_used() -> None:

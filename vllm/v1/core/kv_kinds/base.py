@@ -156,7 +156,7 @@ class SingleTypeKVCacheManager(ABC):
         total = max(0, needed) + idle
         cap = self.max_admission_blocks_per_request
         if apply_admission_cap and cap is not None:
-            return min(total, max(0, cap - num_held))
+            return min(total, max(0, cap - max(0, num_held - num_skipped)))
         return total
 
     @property
