@@ -1,11 +1,15 @@
-"""An engine with a disk tier that is kept, as a process that a test may kill: one line of JSON per finished prompt.
+"""An engine whose disk is kept, as a process that a test may kill: one line of JSON per finished prompt.
 
-python -m tests.helpers.kept_engine MODEL_FOLDER DISK_PATH NUM_PROMPTS
+python -m tests.helpers.kept_engine MODEL_FOLDER DISK_PATH NUM_PROMPTS [tier|backend] [reset]
+
+With `reset` it then empties its caches, says what came of it, and is killed by itself before it can do anything else.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from typing import Any
 
@@ -15,16 +19,19 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 
-def settings(disk_path: str) -> dict[str, Any]:
-    """Few host blocks, so that most prompts are on disk only."""
+def settings(disk_path: str, place: str = "tier") -> dict[str, Any]:
+    """Few host blocks, so that most prompts are on disk only; or none, with the disk as a `backend` in their place."""
     fields = offload_settings()
-    fields["kv_transfer_config"]["kv_connector_extra_config"] = {
-        "num_cpu_blocks": 33,
-        "disk_tier": True,
+    extra: dict[str, Any] = {
         "disk_persist": True,
         "disk_path": disk_path,
         "disk_capacity_bytes": 64 << 20,
     }
+    if place == "tier":
+        extra |= {"num_cpu_blocks": 33, "disk_tier": True}
+    else:
+        extra |= {"kv_offload_backend": "disk", "use_page_cache": True}
+    fields["kv_transfer_config"]["kv_connector_extra_config"] = extra
     return fields
 
 
@@ -44,7 +51,7 @@ def finish(engine: LLMEngine, name: str, prompt: list[int]) -> RequestOutput:
 
 def main() -> None:
     model, disk_path, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    arguments = engine_args(model=model, max_model_len=512, **settings(disk_path))
+    arguments = engine_args(model=model, max_model_len=512, **settings(disk_path, *sys.argv[4:5]))
     engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
     block = engine.cache_config.cache_hit_alignment_tokens
     assert block is not None
@@ -56,6 +63,13 @@ def main() -> None:
             "block": block,
         }
         print(f"DONE {json.dumps(line)}", flush=True)
+    if "reset" in sys.argv:
+        on_disk = [
+            pool["blocks_cached"] for pool in engine.get_kv_cache_report()["pools"] if pool["tier"] == "disk"
+        ]
+        print(f"HELD {on_disk[0]}", flush=True)
+        print(f"RESET {engine.reset_prefix_cache(reset_connector=True)}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
     engine.shutdown()
 
 

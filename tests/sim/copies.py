@@ -38,6 +38,20 @@ class CopyJob:
         return f"{kind} {self.event}"
 
     @property
+    def target_tier(self) -> str:
+        """The tier below the device that the job writes; empty for loads."""
+        if self.is_move:
+            return "disk" if self.is_store else "host"
+        return "host" if self.is_store else ""
+
+    @property
+    def source_tier(self) -> str:
+        """The tier below the device that the job reads; empty for stores."""
+        if self.is_move:
+            return "host" if self.is_store else "disk"
+        return "" if self.is_store else "host"
+
+    @property
     def finished(self) -> bool:
         """Nothing more will move."""
         return self.failed or self.done_pairs == len(self.pairs)

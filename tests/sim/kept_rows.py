@@ -6,6 +6,7 @@ must hold without them.
 
 from __future__ import annotations
 
+from tests.sim.failure import require
 from vllm.v1.simple_kv_offload.metadata import KeptInventory, KeptKeys, KeptOrder, KeptSlot
 
 
@@ -34,6 +35,11 @@ class KeptRows:
             if entry.keys:
                 self.rows[entry.slot] = entry.keys
         return lost
+
+    def check_absent(self, rank: int, pairs: list[tuple[int, int]]) -> None:
+        """No row tells of a slot that is about to be written, unless rows could not be written themselves."""
+        kept = [] if self.is_stale else sorted(self.rows.keys() & {slot for _, slot in pairs})
+        require(not kept, "I4", f"rank {rank} keeps disk slots {kept} while they are written")
 
     def inventory(self) -> KeptInventory:
         """What the rank tells at the start."""

@@ -289,7 +289,7 @@ class SimWorker:
                     continue
                 pairs = list(zip(meta.store_gpu_blocks, meta.store_cpu_blocks, strict=True))
                 if self.params.disk:
-                    self._check_not_kept(rank, pairs)
+                    self.kept[rank].check_absent(rank, pairs)
                 lanes.submit(self._job(meta.store_event, True, pairs, [], rng))
         if meta.load_event != INVALID_JOB_ID and not step.load_sent:
             self._load_order.append(meta.load_event)
@@ -338,14 +338,9 @@ class SimWorker:
             job = self._job(order.event, is_store, pairs, [], rng)
             job.is_move = True
             if is_store:
-                self._check_not_kept(rank, pairs)
+                table.check_absent(rank, pairs)
             self.lanes[rank].submit(job)
         self._seen_moves[rank] = (meta.move_down.issued, meta.move_up.issued)
-
-    def _check_not_kept(self, rank: int, pairs: list[tuple[int, int]]) -> None:
-        table = self.kept[rank]
-        kept = [] if table.is_stale else sorted(table.rows.keys() & {slot for _, slot in pairs})
-        require(not kept, "I4", f"rank {rank} keeps disk slots {kept} while they are written")
 
     def apply_withdrawal(self, withdrawal: KeptOrder, rng: random.Random) -> None:
         """What was withdrawn reaches all ranks at once, behind the steps that were sent."""
@@ -405,14 +400,14 @@ class SimWorker:
         for rank, lanes in enumerate(self.lanes):
             written: dict[tuple[str, int], str] = {}
             for job in lanes.running:
-                tier, name = _target_tier(job), job.name
+                tier, name = job.target_tier, job.name
                 for _, target in job.pairs if tier else ():
                     writer = written.setdefault((tier, target), name)
                     if writer != name:
                         what = f"{writer} and {name} write {tier} block {target}"
                         raise SimFailure("I3", f"rank {rank}: {what}")
             for job in lanes.running:
-                tier = _source_tier(job)
+                tier = job.source_tier
                 for source, _ in job.pairs[job.done_pairs :] if tier else ():
                     both = written.get((tier, source))
                     if both is not None:
@@ -501,17 +496,3 @@ class SimWorker:
             )
             for report in step.reports
         ]
-
-
-def _target_tier(job: CopyJob) -> str:
-    """The tier below the device that the job writes; empty for loads."""
-    if job.is_move:
-        return "disk" if job.is_store else "host"
-    return "host" if job.is_store else ""
-
-
-def _source_tier(job: CopyJob) -> str:
-    """The tier below the device that the job reads; empty for stores."""
-    if job.is_move:
-        return "host" if job.is_store else "disk"
-    return "" if job.is_store else "host"

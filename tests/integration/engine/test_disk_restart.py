@@ -19,9 +19,15 @@ from vllm.v1.engine.llm_engine import LLMEngine
 NUM_PROMPTS = 14
 
 
-def run_child(model: str, folder: Path, kill_after: int | None) -> list[dict[str, Any]]:
+def child_command(model: str, folder: Path, count: int, *more: str) -> list[str]:
+    """An engine in a process of its own."""
+    command = ["-m", "tests.helpers.kept_engine", model, str(folder / "kv"), str(count)]
+    return [sys.executable, *command, *more]
+
+
+def run_child(model: str, folder: Path, kill_after: int | None, place: str = "tier") -> list[dict[str, Any]]:
     """What the engine said; it is killed as soon as so many prompts are finished."""
-    command = [sys.executable, "-m", "tests.helpers.kept_engine", model, str(folder / "kv"), str(NUM_PROMPTS)]
+    command = child_command(model, folder, NUM_PROMPTS, place)
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -48,13 +54,36 @@ def reference(model: str, block: int) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("name", ["llama", "glm5_next"])
-def test_tier_11_after_sigkill_in_the_middle_of_writes_hits_are_right(name: str, tmp_path: Path) -> None:
+def reset_and_die(model: str, folder: Path, place: str) -> tuple[int, str]:
+    """An engine that does nothing but reset its caches: the blocks that it had found on disk, and its answer."""
+    command = child_command(model, folder, 0, place, "reset")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        words = dict(line.split(maxsplit=1) for line in child.stdout if line.startswith(("HELD ", "RESET ")))
+    assert child.returncode == -signal.SIGKILL
+    return int(words["HELD"]), words["RESET"].strip()
+
+
+@pytest.mark.parametrize("place", ["tier", "backend"])
+def test_pfx_14_a_reset_stays_true_after_sigkill_right_behind_its_answer(place: str, tmp_path: Path) -> None:
+    model = str(tiny_folder("llama"))
+    run_child(model, tmp_path, kill_after=5, place=place)
+    found, answer = reset_and_die(model, tmp_path, place)
+    assert found > 0
+    assert answer == "True"
+    again = run_child(model, tmp_path, kill_after=5, place=place)
+    assert [line["cached"] for line in again] == [0] * 5
+
+
+@pytest.mark.parametrize(("name", "place"), [("llama", "tier"), ("llama", "backend"), ("glm5_next", "tier")])
+def test_tier_11_after_sigkill_in_the_middle_of_writes_hits_are_right(
+    name: str, place: str, tmp_path: Path
+) -> None:
     model = str(tiny_folder(name))
-    first = run_child(model, tmp_path, kill_after=5)
+    first = run_child(model, tmp_path, kill_after=5, place=place)
     assert [line["cached"] for line in first] == [0] * 5
-    second = run_child(model, tmp_path, kill_after=10)
-    third = run_child(model, tmp_path, kill_after=None)
+    second = run_child(model, tmp_path, kill_after=10, place=place)
+    third = run_child(model, tmp_path, kill_after=None, place=place)
     block = third[0]["block"]
     expected = reference(model, block)
     for lines in (first, second, third):

@@ -1,5 +1,6 @@
 """Pauses that empty the caches: copies under way hold blocks for a while, which is no failure."""
 
+import re
 from concurrent.futures import Future
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core_control import CLEAR_TIMEOUT_S, CoreControl
+from vllm.v1.kv_connector_types import KVConnectorMetadata
 
 
 class Clock:
@@ -20,8 +22,20 @@ class Clock:
         return self.now
 
 
+class Connector:
+    """Something is withdrawn once per reset of it."""
+
+    def __init__(self) -> None:
+        self.withdrawn: list[KVConnectorMetadata] = []
+
+    def take_withdrawal(self) -> KVConnectorMetadata | None:
+        return self.withdrawn.pop() if self.withdrawn else None
+
+
 class Scheduler:
     """Blocks are held during the first `held` resets."""
+
+    connector: Connector | None = None
 
     def __init__(self, held: int) -> None:
         self.held = held
@@ -38,13 +52,15 @@ class Scheduler:
 
     def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
         self.resets.append((running, connector))
+        if connector and self.connector is not None:
+            self.connector.withdrawn.append(KVConnectorMetadata())
         return len(self.resets) > self.held
 
     def flush_events(self) -> None:
         pass
 
-    def get_kv_connector(self) -> None:
-        return None
+    def get_kv_connector(self) -> Connector | None:
+        return self.connector
 
     def reset_encoder_cache(self) -> None:
         pass
@@ -52,8 +68,16 @@ class Scheduler:
 
 class Executor:
     def __init__(self) -> None:
+        self.withdrawals = 0
+        self.problem: str | Exception | None = None
         self.slept: list[int] = []
         self.woken: list[list[str] | None] = []
+
+    def apply_kv_withdrawal(self, withdrawal: KVConnectorMetadata) -> str | None:
+        self.withdrawals += 1
+        if isinstance(self.problem, Exception):
+            raise self.problem
+        return self.problem
 
     def reset_mm_cache(self) -> None:
         pass
@@ -98,6 +122,27 @@ def test_a_pause_completes_when_copies_have_given_their_blocks_back(mode: Any) -
     assert scheduler.resets == [(True, True)] * 4
     control.tick()
     assert len(scheduler.resets) == 4
+
+
+def test_pfx_14_a_reset_is_answered_when_the_workers_have_carried_it_out() -> None:
+    control, scheduler, executor, _ = world(held=0)
+    scheduler.connector = Connector()
+    assert control.reset_prefix_cache(reset_connector=False)
+    assert executor.withdrawals == 0
+    assert control.reset_prefix_cache(reset_connector=True)
+    assert executor.withdrawals == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [("/d/kv.index cannot be written", "/d/kv.index cannot"), (OSError(5, "gone"), "OSError: .*gone")],
+)
+def test_pfx_15_a_reset_that_a_restart_may_undo_is_no_success(problem: Any, told: str) -> None:
+    control, scheduler, executor, _ = world(held=0)
+    scheduler.connector, executor.problem = Connector(), problem
+    result = control.reset_prefix_cache_detailed(reset_connector=True)
+    assert result["success"] is False
+    assert re.match(f"the next engine may find it again: {told}", result["reason"])
 
 
 def test_without_clearing_nothing_is_reset() -> None:

@@ -328,6 +328,27 @@ def test_reports_of_workers_are_added_child_by_child() -> None:
     assert given == [*total.metadata, None, None]
 
 
+def test_a_withdrawal_reaches_the_children_that_it_is_for() -> None:
+    connector, first, second = pair()
+    assert connector.take_withdrawal() is None
+    gone, seen = KVConnectorMetadata(), []
+    second.take_withdrawal = lambda: gone  # type: ignore[method-assign]
+    first.apply_withdrawal = lambda part: pytest.fail("nothing of this child was withdrawn")  # type: ignore[method-assign]
+    second.apply_withdrawal = lambda part: seen.append(part) or "disk full"  # type: ignore[method-assign, func-returns-value]
+    withdrawal = connector.take_withdrawal()
+    assert withdrawal is not None
+    assert connector.apply_withdrawal(withdrawal) == "disk full"
+    assert seen == [gone]
+    first.take_withdrawal = second.take_withdrawal  # type: ignore[method-assign]
+    first.apply_withdrawal = lambda part: None  # type: ignore[method-assign]
+    second.apply_withdrawal = first.apply_withdrawal  # type: ignore[method-assign]
+    both = connector.take_withdrawal()
+    assert both is not None
+    assert connector.apply_withdrawal(both) is None
+    with pytest.raises(TypeError, match="MultiKVConnectorWithdrawal"):
+        connector.apply_withdrawal(gone)
+
+
 def test_what_the_engine_asks_before_it_builds_a_connector() -> None:
     plain, laid = config_of("Child"), config_of("Child", "Laid")
     assert MultiConnector.supports_sleep_mode(plain.kv_transfer_config)

@@ -137,9 +137,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         # Tokens that requests which are not admitted yet have asked for last.
         self._asked: dict[str, int] = {}
         self.chain = self._make_chain(kv_cache_config, disk_tier_bytes, disk_wait_s, disk_persist, self.clock)
-        self.kept = None
-        if disk_persist:
-            self.kept = KeptIndex(self.tier if self.chain is None else self.chain.disk)
+        self.kept = KeptIndex(self.tier if self.chain is None else self.chain.disk) if disk_persist else None
         self.reporter = StatsReporter(
             is_disk,
             use_page_cache,
