@@ -11,7 +11,6 @@ for, the marker carries the oldest sequence before its last frame: ``["", END_SE
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import socket
 import threading
@@ -34,7 +33,6 @@ SHUTDOWN_TIMEOUT_S = 1.0
 IDLE_POLL_MS = 1000
 # Lets the last batches (a reset's, say) reach connected subscribers after the socket was closed.
 LINGER_MS = 200
-WILDCARD_HOSTS = ("*", "0.0.0.0", "::", "[::]")
 
 
 class ZmqEventPublisher(EventPublisher):
@@ -74,7 +72,9 @@ class ZmqEventPublisher(EventPublisher):
         self._codec = EventCodec()
         self._next_seq = 0
         self._first_seq_sent: int | None = None
-        self._counters = PublisherCounters()
+        # Each count is written by one side only, so that none gets lost: the first by the core, the others by the thread.
+        self._num_refused = 0
+        self._num_sent = self._num_failed = self._num_replays = 0
         self._events_by_type: dict[str, int] = {}
         self._running = True
 
@@ -123,7 +123,7 @@ class ZmqEventPublisher(EventPublisher):
             events.data_parallel_rank = self._data_parallel_rank
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         if len(self._queue) >= self._max_queue_size:
-            self._count(batches_dropped=1)
+            self._num_refused += 1
             logger.warning_once("The KV event queue is full; whole batches are dropped and leave gaps.")
             return
         self._queue.append((seq, events))
@@ -142,8 +142,12 @@ class ZmqEventPublisher(EventPublisher):
         return self._config
 
     def get_counters(self) -> PublisherCounters:
-        return dataclasses.replace(
-            self._counters, events_sent=dict(self._events_by_type), queue_depth=len(self._queue)
+        return PublisherCounters(
+            batches_sent=self._num_sent,
+            batches_dropped=self._num_refused + self._num_failed,
+            events_sent=dict(self._events_by_type),
+            replay_requests=self._num_replays,
+            queue_depth=len(self._queue),
         )
 
     # -- addresses ----------------------------------------------------------------------------
@@ -212,10 +216,10 @@ class ZmqEventPublisher(EventPublisher):
             self._ring.append((seq, payload))
             self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
         except Exception:  # the thread's edge: one bad batch must not end the stream
-            self._count(batches_dropped=1)
+            self._num_failed += 1
             logger.exception("KV event batch %d could not be published", seq)
             return
-        self._count(batches_sent=1)
+        self._num_sent += 1
         for event in batch.events:
             kind = type(event).__name__
             self._events_by_type[kind] = self._events_by_type.get(kind, 0) + 1
@@ -237,7 +241,7 @@ class ZmqEventPublisher(EventPublisher):
             return
         client, _, start_frame = frames
         start = int.from_bytes(start_frame, "big")
-        self._count(replay_requests=1)
+        self._num_replays += 1
         oldest = self._ring[0][0] if self._ring else self._next_seq
         # Sequence numbers rise along the ring, so the wanted part is its end.
         wanted = sum(1 for seq, _ in self._ring if seq >= start)
@@ -247,10 +251,6 @@ class ZmqEventPublisher(EventPublisher):
         if start < oldest:
             marker.append(oldest.to_bytes(8, "big"))
         replay.send_multipart([*marker, b""])
-
-    def _count(self, **increments: int) -> None:
-        changes = {name: getattr(self._counters, name) + value for name, value in increments.items()}
-        self._counters = dataclasses.replace(self._counters, **changes)
 
     def _close_sockets(self) -> None:
         self._pub.close(linger=LINGER_MS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -136,6 +137,21 @@ def test_evt_08_asking_below_the_ring_is_told(made: list[Any]) -> None:
     assert replies[-1] == [b"", END, (6).to_bytes(8, "big"), b""]
     assert replay(again, 6)[-1] == [b"", END, b""]
     assert replay(again, 99) == [[b"", END, b""]]
+
+
+def test_no_batch_is_lost_from_the_counters_while_core_and_thread_count(made: list[Any]) -> None:
+    publisher = ZmqEventPublisher(0, endpoint=address(), max_queue_size=1)
+    made.append(publisher)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(5000):
+            publisher.publish(batch(number))
+    finally:
+        sys.setswitchinterval(interval)
+    publisher.shutdown()
+    counters = publisher.get_counters()
+    assert counters.batches_sent + counters.batches_dropped + counters.queue_depth == 5000
 
 
 def test_replay_works_for_a_plain_req_socket(made: list[Any]) -> None:
