@@ -34,18 +34,22 @@ class LogprobsLists(NamedTuple):
     """``[rows]``, 1 = most likely"""
     cu_num_generated_tokens: list[int] | None = None
 
-    def slice_request(
-        self, req_idx: int, num_positions: int, num_columns: int | None = None
-    ) -> "LogprobsLists":
-        """The first ``num_positions`` rows of request ``req_idx``, and of these ``num_columns`` columns (None = all)."""
+    def slice_request(self, req_idx: int, num_positions: int) -> "LogprobsLists":
+        """The first ``num_positions`` rows of request ``req_idx``."""
         cumulative = self.cu_num_generated_tokens
         start = req_idx if cumulative is None else cumulative[req_idx]
         end = start + num_positions
         return LogprobsLists(
-            self.logprob_token_ids[start:end, :num_columns],
-            self.logprobs[start:end, :num_columns],
+            self.logprob_token_ids[start:end],
+            self.logprobs[start:end],
             self.sampled_token_ranks[start:end],
             None,
+        )
+
+    def first_columns(self, num_columns: int) -> "LogprobsLists":
+        """The same rows, cut behind ``num_columns`` columns."""
+        return self._replace(
+            logprob_token_ids=self.logprob_token_ids[:, :num_columns], logprobs=self.logprobs[:, :num_columns]
         )
 
 

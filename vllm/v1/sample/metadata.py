@@ -49,11 +49,11 @@ class SamplingMetadata:
     logitsprocs: LogitsProcessors
     logprob_token_ids: dict[int, list[int]] | None = None
     """row → tokens whose log probability is wanted in place of the most likely ones."""
-    num_logprobs: list[int | None] | None = None
-    """What each row asks for, so that no other row is sorted for the one that asks for most; None = all ask for that."""
     spec_token_ids: list[list[int]] | None = None
     thinking_budget_state_holder: Any = None  # a reasoning feature's own object; not used by this sampler
     draws: Tensor | None = None
     counted_tokens: CountedTokens | None = None
     forced_token_ids: dict[int, int] | None = None
     """row → token that is taken instead of a sampled one (replay of a recorded output)."""
+    num_logprobs: list[int | None] | None = None
+    """What each row asks for, so that no other row is sorted for the one that asks for most; None = all ask for that."""

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.in_flight import StepRecord
 from vllm.v1.core.sched.stop import check_stop
 from vllm.v1.kv_connector_types import KVConnectorStats
 from vllm.v1.messages import EngineCoreOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
 
@@ -68,9 +68,8 @@ def make_output(
         output.prefill_stats = request.take_prefill_stats()
     if row is not None:
         if runner.logprobs is not None and request.wants_logprobs and token_ids:
-            output.new_logprobs = runner.logprobs.slice_request(
-                row, len(token_ids), _logprob_columns(request)
-            )
+            rows = runner.logprobs.slice_request(row, len(token_ids))
+            output.new_logprobs = _logprobs_of(request, rows)
         if runner.sampling_masks is not None and token_ids:
             output.new_sampling_mask = runner.sampling_masks.slice_request(row, len(token_ids))
         if runner.pooler_output:
@@ -82,11 +81,10 @@ def make_output(
     return output
 
 
-def _logprob_columns(request: Request) -> int | None:
-    """How much of a row is the request's: a neighbour may have asked for more.  None = all of it."""
-    params = request.sampling_params
-    count = None if params is None else params.num_logprobs
-    return None if count is None or count < 0 else 1 + count
+def _logprobs_of(request: Request, rows: LogprobsLists) -> LogprobsLists:
+    """As much of the rows as is the request's: a neighbour may have asked for more."""
+    count = None if request.sampling_params is None else request.sampling_params.num_logprobs
+    return rows if count is None or count < 0 else rows.first_columns(1 + count)
 
 
 def is_worth_sending(output: EngineCoreOutput) -> bool:
