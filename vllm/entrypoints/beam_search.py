@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType, TokensPrompt
 from vllm.logprobs import LogprobsOnePosition
 from vllm.outputs import RequestOutput
@@ -39,6 +40,16 @@ def beam_score(beam: BeamSearchSequence, prompt_length: int, length_penalty: flo
     return beam.cum_logprob / length
 
 
+def check_beam_params(params: BeamSearchParams) -> None:
+    """Raises VLLMValidationError naming the field for what no search can do, or this one cannot."""
+    for name, number in (("beam_width", params.beam_width), ("max_tokens", params.max_tokens)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise VLLMValidationError(f"{name} must be an integer from 1, got {number!r}", parameter=name)
+    for name in ("structured_outputs", "watermarking"):
+        if getattr(params, name) is not None:
+            raise VLLMValidationError(f"{name} is not supported by beam search", parameter=name)
+
+
 def beam_search(step: Step, tokenizer: Any, prompt: PromptType, params: BeamSearchParams) -> BeamSearchOutput:
     """The `beam_width` best continuations of one prompt. `step` makes one token for each of several prompts."""
     start = _token_ids(tokenizer, prompt)
@@ -68,9 +79,10 @@ def beam_search(step: Step, tokenizer: Any, prompt: PromptType, params: BeamSear
         beam.finish_reason = "length"
     best = sorted(finished + beams, key=lambda beam: -beam_score(beam, len(start), params.length_penalty))
     for beam in best[: params.beam_width]:
-        beam.text = tokenizer.decode(
-            beam.tokens[len(start) :], skip_special_tokens=params.skip_special_tokens
-        )
+        shown = beam.tokens[len(start) :]
+        if beam.finish_reason == "stop" and not params.include_stop_str_in_output:
+            shown = shown[:-1]
+        beam.text = tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
     return BeamSearchOutput(best[: params.beam_width])
 
 

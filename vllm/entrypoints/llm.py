@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm.engine.arg_utils import TABLE, EngineArgs
-from vllm.entrypoints.beam_search import BeamSearchOutput, beam_search
+from vllm.entrypoints.beam_search import BeamSearchOutput, beam_search, check_beam_params
 from vllm.entrypoints.chat_utils import (
     ChatOptions,
     ContentFormatOption,
@@ -214,6 +214,36 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The next message of each conversation. Raises VLLMValidationError naming what is wrong with one."""
+        self.enqueue_chat(
+            messages,
+            sampling_params,
+            lora_request=lora_request,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        return self.wait_for_completion(use_tqdm=use_tqdm)
+
+    def enqueue_chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormatOption = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue conversations without waiting, with the options of `chat`; the ids of their requests."""
         options = ChatOptions(
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -221,24 +251,13 @@ class LLM:
             content_format=chat_template_content_format,
             variables=chat_template_kwargs or {},
         )
-        prompts = self._chat_prompts(messages, chat_template, options)
-        return self.generate(
-            prompts,
+        return self.enqueue(
+            self._chat_prompts(messages, chat_template, options),
             sampling_params,
-            use_tqdm=use_tqdm,
             lora_request=lora_request,
+            priority=priority,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-
-    def enqueue_chat(
-        self,
-        messages: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
-    ) -> list[str]:
-        """Queue conversations without waiting. Options as the fields of `ChatOptions`, and `chat_template`."""
-        template = options.pop("chat_template", None)
-        return self.enqueue(self._chat_prompts(messages, template, ChatOptions(**options)), sampling_params)
 
     def _chat_prompts(
         self, messages: Conversation | Sequence[Conversation], chat_template: str | None, options: ChatOptions
@@ -260,7 +279,8 @@ class LLM:
     def beam_search(
         self, prompts: Sequence[PromptType], params: BeamSearchParams, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """The most probable continuations of each prompt, best first."""
+        """The most probable continuations of each prompt, best first. Raises VLLMValidationError for bad parameters."""
+        check_beam_params(params)
         tokenizer = self.get_tokenizer()
         return [
             beam_search(self._step_beams, tokenizer, prompt, params)

@@ -88,6 +88,14 @@ def test_conversations(llm):
     assert "hi" in single[0].prompt
     custom = llm.chat([message], GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}!")
     assert custom[0].prompt == "hi!"
+    llm.enqueue_chat(
+        [message],
+        GREEDY,
+        chat_template="{{ messages[0].content }}{{ tools[0].function.name }}{{ x }}",
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        chat_template_kwargs={"x": "y"},
+    )
+    assert llm.wait_for_completion(use_tqdm=False)[0].prompt == "hify"
 
 
 def test_several_samples(llm):
@@ -161,6 +169,18 @@ def test_beam_search_with_the_engine(llm):
     assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("beam_width", 0), ("max_tokens", 0), ("watermarking", 1), ("structured_outputs", {"regex": "a"})],
+)
+def test_beam_searches_that_cannot_be_are_refused(llm, field, value):
+    params = BeamSearchParams(beam_width=2, max_tokens=2)
+    setattr(params, field, value)
+    with pytest.raises(VLLMValidationError) as caught:
+        llm.beam_search(["hello"], params)
+    assert caught.value.parameter == field
+
+
 class Toy:
     """A model over 4 tokens: 0 ends; after [9, 1] token 2 is very likely, so the greedy first choice 3 loses."""
 
@@ -190,6 +210,9 @@ def test_beam_search_finds_what_greedy_misses():
     ended = beam_search(toy.step, toy, [9], BeamSearchParams(2, 3)).sequences
     assert ended[0].tokens == [9, 1, 2, 0]
     assert (ended[0].finish_reason, ended[0].stop_reason) == ("stop", 0)
+    assert ended[0].text == "1-2"
+    with_end = BeamSearchParams(2, 3, include_stop_str_in_output=True)
+    assert beam_search(toy.step, toy, [9], with_end).sequences[0].text == "1-2-0"
     longest = beam_search(
         toy.step, toy, {"prompt_token_ids": [9]}, BeamSearchParams(1, 2, ignore_eos=True)
     ).sequences
