@@ -50,7 +50,7 @@ Script = Callable[[Call, int], Sequence[Step]]
 class FakeEngine:
     """`script(call, sample)` gives the steps of a sample. An exception in place of a step is raised there.
 
-    `hold`: the stream waits for this event before its last step.
+    `hold`: the stream waits for this event before its last step. `position` gives the log probabilities at a token.
     """
 
     vllm_config: VllmConfig
@@ -59,6 +59,7 @@ class FakeEngine:
     cached_tokens: int | None = 0
     kv_transfer_params: dict[str, Any] | None = None
     hold: asyncio.Event | None = None
+    position: Callable[[int], Any] | None = None
     calls: list[Call] = field(default_factory=list)
     control: list[tuple[Any, ...]] = field(default_factory=list)
     answers: dict[str, Any] = field(default_factory=lambda: {"get_kv_event_sources": {}})
@@ -102,7 +103,11 @@ class FakeEngine:
         ids = call.prompt["prompt_token_ids"]
         prompt_logprobs = None
         if call.params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *({i: Logprob(-0.5, 1, self.tokenizer.decode([i]))} for i in ids[1:])]
+            at = self.position or (lambda i: {i: Logprob(-0.5, 1, self.tokenizer.decode([i]))})
+            prompt_logprobs = [None, *(at(i) for i in ids[1:])]
+        for completion in completions:
+            if self.position is not None and completion.logprobs is not None:
+                completion.logprobs = [self.position(i) for i in completion.token_ids]
         return RequestOutput(
             call.request_id,
             call.prompt.get("prompt"),

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
 from vllm.entrypoints.openai.errors import ErrorResponse, error_reply, to_http_response
+from vllm.entrypoints.openai.late_json import Held, dump_json, in_pieces
 from vllm.entrypoints.openai.sse import SSE_HEADERS, with_sse_keep_alive
 
 # Nobody reads it: the client is gone.
@@ -33,9 +34,17 @@ async def reply(work: Coroutine[Any, Any, Any], raw_request: Request, keep_alive
     if isinstance(result, ErrorResponse):
         return to_http_response(result)
     if isinstance(result, BaseModel):
-        return JSONResponse(result.model_dump())
+        return _whole(result)
     stream = with_sse_keep_alive(result, keep_alive_s)
     return StreamingResponse(stream, media_type="text/event-stream", headers=SSE_HEADERS)
+
+
+def _whole(result: BaseModel) -> Response:
+    held: Held = {}
+    content = result.model_dump(context=held)
+    if not held:
+        return JSONResponse(content)
+    return StreamingResponse(in_pieces(dump_json(content), held), media_type="application/json")
 
 
 async def _while_connected(work: Coroutine[Any, Any, Any], raw_request: Request) -> Any:

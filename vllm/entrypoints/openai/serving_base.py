@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from fastapi import Request
 from vllm.entrypoints.openai.completion.protocol import RequestMetrics
 from vllm.entrypoints.openai.errors import create_error_response
 from vllm.entrypoints.openai.fan_in import Primed, fan_in
+from vllm.entrypoints.openai.late_json import SLICE, LateJson, object_text, rows_text
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.render import OnlineRenderer, RenderedPrompt, Truncation
 from vllm.entrypoints.openai.request_fields import GenerationFields
@@ -18,6 +20,7 @@ from vllm.entrypoints.openai.sse import SSE_DONE, sse_error
 from vllm.entrypoints.serve.utils.request_logger import RequestLogger
 from vllm.exceptions import GenerationError, VLLMError, VLLMValidationError
 from vllm.logger import init_logger
+from vllm.logprobs import Logprob, LogprobsOnePosition
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.clock import Clock, MonotonicClock
@@ -27,6 +30,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 logger = init_logger(__name__)
 
 LOGPROB_MIN = -9999.0
+# Log probabilities of one reply; they are held until it is written.
+LOGPROB_ENTRIES_MAX = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,11 @@ class OpenAIServing:
         request: GenerationFields,
         caller: Caller,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Start one engine request; nothing happens before the stream is read."""
+        """Start one engine request; nothing happens before the stream is read.
+
+        Raises VLLMValidationError for more log probabilities than a reply may hold.
+        """
+        _check_logprob_entries(params, self.model_config.get_vocab_size())
         if self.request_logger is not None:
             self.request_logger.log_inputs(request_id, rendered.text, rendered.token_ids, params)
         prompt: dict[str, Any] = {"prompt_token_ids": rendered.token_ids}
@@ -182,6 +191,20 @@ class OpenAIServing:
             self.request_logger.log_outputs(request_id, text, finish_reason, is_delta)
 
 
+def _check_logprob_entries(params: SamplingParams, vocab_size: int) -> None:
+    count = params.num_logprobs
+    if count is None or params.max_tokens is None:
+        return
+    per_token = vocab_size if count == -1 else count + 1
+    if params.n * params.max_tokens * per_token > LOGPROB_ENTRIES_MAX:
+        raise VLLMValidationError(
+            f"logprobs={count} asks for {per_token} values at each of up to {params.max_tokens} tokens of {params.n} "
+            f"samples, more than the allowed {LOGPROB_ENTRIES_MAX} in one reply; lower max_tokens, n or logprobs",
+            parameter="logprobs",
+            value=count,
+        )
+
+
 def truncation_of(request: GenerationFields) -> Truncation:
     """The request's wish about long prompts."""
     return Truncation(request.truncate_prompt_tokens, request.truncation_side)
@@ -209,23 +232,40 @@ async def guarded_stream(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[st
     yield SSE_DONE
 
 
-def prompt_logprobs_body(output: RequestOutput) -> list[dict[int, Any] | None] | None:
+def prompt_logprobs_body(output: RequestOutput) -> list[dict[int, Any] | None] | LateJson | None:
     """Prompt log probabilities as the reply carries them; infinities are not JSON."""
     if output.prompt_logprobs is None:
         return None
-    return [
-        {
-            token_id: {
-                "logprob": max(entry.logprob, LOGPROB_MIN),
-                "rank": entry.rank,
-                "decoded_token": entry.decoded_token,
-            }
-            for token_id, entry in position.items()
-        }
-        if position
-        else None
-        for position in output.prompt_logprobs
-    ]
+    return positions_body(
+        output.prompt_logprobs,
+        lambda entry: {
+            "logprob": max(entry.logprob, LOGPROB_MIN),
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
+        },
+    )
+
+
+def positions_body(
+    positions: Iterable[LogprobsOnePosition | None], show: Callable[[Logprob], dict[str, Any]]
+) -> list[dict[int, Any] | None] | LateJson:
+    """Positions as objects by token id; many entries are written late."""
+    kept = list(positions)
+
+    def entries(position: LogprobsOnePosition) -> Iterator[tuple[int, dict[str, Any]]]:
+        return ((token_id, show(entry)) for token_id, entry in position.items())
+
+    if not are_many(kept):
+        return [dict(entries(position)) if position else None for position in kept]
+    return LateJson(
+        lambda: rows_text(object_text(entries(position)) if position else ("null",) for position in kept)
+    )
+
+
+def are_many(positions: Iterable[LogprobsOnePosition | None], shown: int = -1) -> bool:
+    """Whether their entries, of each position at most `shown` and the token itself, are too many to write at once."""
+    limit = shown + 1 if shown >= 0 else sys.maxsize
+    return sum(min(limit, len(position)) for position in positions if position is not None) > SLICE
 
 
 def request_metrics(output: RequestOutput) -> RequestMetrics | None:

@@ -9,15 +9,16 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pydantic import BaseModel
 
 from vllm.entrypoints.openai.errors import ErrorResponse
+from vllm.entrypoints.openai.late_json import model_text
 
 SSE_DONE = "data: [DONE]\n\n"
 SSE_KEEP_ALIVE_COMMENT = ": keep-alive\n\n"
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def sse_event(body: BaseModel) -> str:
+async def sse_event(body: BaseModel) -> str:
     """One event; fields that were never set are left out."""
-    return f"data: {body.model_dump_json(exclude_unset=True)}\n\n"
+    return f"data: {await model_text(body)}\n\n"
 
 
 def sse_error(body: ErrorResponse) -> str:

@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.bodies import StrictRoute
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.fan_in import Primed
 from vllm.entrypoints.openai.field_types import Texts, TokenIds
+from vllm.entrypoints.openai.late_json import LateJson
 from vllm.entrypoints.openai.render import RenderedPrompt
 from vllm.entrypoints.openai.replies import reply
 from vllm.entrypoints.openai.request_fields import GenerationFields
@@ -27,6 +28,7 @@ from vllm.entrypoints.openai.serving_base import (
     Caller,
     check_finish,
     guarded_stream,
+    positions_body,
     prompt_logprobs_body,
 )
 from vllm.entrypoints.openai.sse import sse_event
@@ -87,7 +89,7 @@ class GenerateChoice(BaseModel):
 
     index: int
     token_ids: list[int]
-    logprobs: list[dict[int, Any]] | None = None
+    logprobs: list[dict[int, Any] | None] | LateJson | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -97,7 +99,7 @@ class GenerateResponse(BaseModel):
 
     request_id: str
     choices: list[GenerateChoice]
-    prompt_logprobs: list[dict[int, Any] | None] | None = None
+    prompt_logprobs: list[dict[int, Any] | None] | LateJson | None = None
     prompt_token_id_logprobs: list[list[float | None]] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     usage: UsageInfo | None = None
@@ -129,6 +131,8 @@ def sampling_params_from(
         params = msgspec.convert({**values, **fixed}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise VLLMValidationError(f"sampling_params: {error}", parameter="sampling_params") from None
+    # How positions are kept does not show in a reply.
+    params.flat_logprobs = False
     if extra_args is not None:
         params.extra_args = {**(params.extra_args or {}), **extra_args}
     return params
@@ -137,13 +141,10 @@ def sampling_params_from(
 def _choice(completion: CompletionOutput) -> GenerateChoice:
     logprobs = None
     if completion.logprobs is not None:
-        logprobs = [
-            {
-                token_id: {"logprob": max(entry.logprob, LOGPROB_MIN), "rank": entry.rank}
-                for token_id, entry in position.items()
-            }
-            for position in completion.logprobs
-        ]
+        logprobs = positions_body(
+            completion.logprobs,
+            lambda entry: {"logprob": max(entry.logprob, LOGPROB_MIN), "rank": entry.rank},
+        )
     return GenerateChoice(
         index=completion.index,
         token_ids=list(completion.token_ids),
@@ -206,11 +207,11 @@ async def _stream(
             chunk = _response(request_id, output)
             if choice.continuous:
                 chunk.usage = usage.usage()
-            yield sse_event(chunk)
+            yield await sse_event(chunk)
     if choice.final:
         final = GenerateResponse(request_id=request_id, choices=[])
         final.usage = usage.usage()
-        yield sse_event(final)
+        yield await sse_event(final)
 
 
 @router.post("/inference/v1/generate")

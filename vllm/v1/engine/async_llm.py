@@ -83,7 +83,10 @@ class AsyncLLM(AsyncControl):
 
     def _open_front_end(self) -> None:
         self.tokenizer = tokenizer_from_config(self.vllm_config.model_config)
-        self.intake = RequestIntake(self.vllm_config, self.tokenizer, self.log_stats)
+        # Other requests wait while one output is handled: a wide position is read by who wants it.
+        self.intake = RequestIntake(
+            self.vllm_config, self.tokenizer, self.log_stats, packs_wide_logprobs=True
+        )
         self.input_processor = self.intake.input_processor
         self.output_processor = self.intake.output_processor
         transfer = self.vllm_config.kv_transfer_config

@@ -27,10 +27,19 @@ FOLLOW_SLICE = 32
 class RequestIntake:
     """`prepare` may run in another thread; everything else belongs to the engine's own."""
 
-    def __init__(self, vllm_config: VllmConfig, tokenizer: Any | None, log_stats: bool) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        tokenizer: Any | None,
+        log_stats: bool,
+        packs_wide_logprobs: bool = False,
+    ) -> None:
         self.input_processor = InputProcessor(vllm_config, tokenizer)
         self.output_processor = OutputProcessor(
-            tokenizer, log_stats=log_stats, stream_interval=vllm_config.scheduler_config.stream_interval
+            tokenizer,
+            log_stats=log_stats,
+            stream_interval=vllm_config.scheduler_config.stream_interval,
+            packs_wide_logprobs=packs_wide_logprobs,
         )
         self.admission = AdmissionControl(vllm_config.scheduler_config)
 

@@ -7,12 +7,15 @@ how the numbers were computed, nor HTTP.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import numpy as np
+
 from vllm.logprobs import Logprob, create_prompt_logprobs, create_sample_logprobs
 from vllm.v1.engine.detokenizer import REPLACEMENT
+from vllm.v1.engine.packed_logprobs import WIDE_ROW, PackedPosition
 from vllm.v1.messages import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
@@ -71,7 +74,8 @@ class LogprobsProcessor:
     """Collects the log probabilities of one request.
 
     `logprobs`: one entry per output token, None if not asked for. `prompt_logprobs`: one entry per prompt token, the
-    first of them None. `num_logprobs`: alternatives per position, −1 = all that arrive.
+    first of them None. `num_logprobs`: alternatives per position, −1 = all that arrive. `packs_wide`: what is wide is
+    kept as it came, to be read later (`PackedPosition`), where containers are lists.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class LogprobsProcessor:
         self._wanted_ids = frozenset(logprob_token_ids) if logprob_token_ids else None
         self._texts = TokenTexts.of(tokenizer) if tokenizer is not None else None
         self._sampled: list[int] = []
+        self.packs_wide = False
 
     @classmethod
     def from_new_request(cls, tokenizer: Any | None, request: EngineCoreRequest) -> LogprobsProcessor:
@@ -130,37 +135,46 @@ class LogprobsProcessor:
         assert self.logprobs is not None
         assert self.cumulative_logprob is not None
         for ids, values, rank in itertools.islice(rows, num_tokens):
-            token_ids, logprobs = _plain(ids), _plain(values)
-            self.cumulative_logprob += logprobs[0]
-            self.logprobs.append(self._position(token_ids, logprobs, int(rank), self.num_logprobs))
-            self._sampled = [*self._sampled[1 - CHARACTER_CONTEXT :], token_ids[0]]
+            position = self._position(ids, values, int(rank), self.num_logprobs, self._sampled)
+            self.cumulative_logprob += float(values[0])
+            self.logprobs.append(position)
+            self._sampled = [*self._sampled[1 - CHARACTER_CONTEXT :], int(ids[0])]
 
     def _add_prompt(self, new: LogprobsTensors) -> None:
         assert self.prompt_logprobs is not None
         context: list[int] = []
-        rows = zip(
-            _plain(new.logprob_token_ids), _plain(new.logprobs), _plain(new.selected_token_ranks), strict=True
-        )
-        for token_ids, logprobs, rank in rows:
-            position = self._position(token_ids, logprobs, rank, self.num_prompt_logprobs, context)
+        ids, values = np.asarray(new.logprob_token_ids), np.asarray(new.logprobs)
+        ranks = np.asarray(new.selected_token_ranks).tolist()
+        # A long prompt is as much as one wide position.
+        wide = ids.size > WIDE_ROW
+        for row, rank in enumerate(ranks):
+            position = self._position(ids[row], values[row], rank, self.num_prompt_logprobs, context, wide)
             self.prompt_logprobs.append(position)
-            context = [*context[1 - CHARACTER_CONTEXT :], token_ids[0]]
+            context = [*context[1 - CHARACTER_CONTEXT :], int(ids[row][0])]
 
     def _position(
         self,
-        token_ids: list[int],
-        logprobs: list[float],
+        ids: Any,
+        values: Any,
         rank: int,
         count: int | None,
-        context: list[int] | None = None,
-    ) -> dict[int, Logprob]:
-        """The entry of one position; column 0 is the token that stands there, the others are by falling probability."""
-        context = self._sampled if context is None else context
-        columns = (
-            len(token_ids)
-            if count is None or count < 0 or self._wanted_ids
-            else min(count + 1, len(token_ids))
-        )
+        context: list[int],
+        wide: bool = False,
+    ) -> Mapping[int, Logprob]:
+        """The entry of one position; column 0 is the token that stands there, the others are by falling probability.
+
+        `ids`, `values`: arrays or lists. `wide`: the position is one of many.
+        """
+        columns = len(ids) if count is None or count < 0 or self._wanted_ids else min(count + 1, len(ids))
+        if self._packs(columns, wide):
+            return PackedPosition(
+                np.asarray(ids)[:columns],
+                np.asarray(values)[:columns],
+                rank,
+                None if self._texts is None else self._texts.text,
+                context,
+            )
+        token_ids, logprobs = _plain(ids[:columns]), _plain(values[:columns])
         position: dict[int, Logprob] = {}
         for column in range(columns):
             token_id = token_ids[column]
@@ -173,6 +187,9 @@ class LogprobsProcessor:
             other_rank = None if self._wanted_ids is not None else column
             position[token_id] = Logprob(logprobs[column], rank if column == 0 else other_rank, text)
         return position
+
+    def _packs(self, columns: int, wide: bool) -> bool:
+        return self.packs_wide and self._wanted_ids is None and (wide or columns > WIDE_ROW)
 
 
 def _plain(values: Any) -> Any:

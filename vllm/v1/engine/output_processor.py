@@ -39,12 +39,14 @@ class OutputProcessor:
         stream_interval: int = 1,
         tracing_enabled: bool = False,
         admission_stats: Any = None,
+        packs_wide_logprobs: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.log_stats = log_stats
         self.stream_interval = stream_interval
         self.tracing_enabled = tracing_enabled
         self.admission_stats = admission_stats
+        self.packs_wide_logprobs = packs_wide_logprobs
         self.scheduler_stats: SchedulerStats | None = None
         self.request_states: dict[str, RequestState] = {}
         self.parent_requests: dict[str, ParentRequest] = {}
@@ -95,6 +97,10 @@ class OutputProcessor:
             queue,
             self.log_stats,
             self.stream_interval,
+        )
+        params = request.sampling_params
+        state.logprobs_processor.packs_wide = (
+            self.packs_wide_logprobs and params is not None and not params.flat_logprobs
         )
         self.request_states[request_id] = state
         self.external_req_ids.setdefault(state.external_req_id, []).append(request_id)

@@ -5,8 +5,9 @@ A whole reply is one big delta, so both forms agree by construction. Must not kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -18,11 +19,13 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     DeltaMessage,
     DeltaToolCall,
 )
+from vllm.entrypoints.openai.late_json import LateJson, list_text
 from vllm.entrypoints.openai.reasoning import ReasoningParser, Split
-from vllm.entrypoints.openai.serving_base import LOGPROB_MIN, weight_versions_body
+from vllm.entrypoints.openai.serving_base import LOGPROB_MIN, are_many, weight_versions_body
 from vllm.entrypoints.openai.tool_parsers.base import CallArguments, CallStart, Piece, TextPiece, ToolParser
 from vllm.logprobs import Logprob, LogprobsOnePosition
 from vllm.outputs import CompletionOutput
+from vllm.v1.engine.packed_logprobs import ranked
 
 
 @dataclass(frozen=True)
@@ -152,12 +155,14 @@ class MessageBuilder:
         )
 
     def _position(self, token_id: int, position: LogprobsOnePosition, count: int) -> ChatLogprobPosition:
-        ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
-        top = ranked if count == -1 else ranked[:count]
         taken: dict[str, Any] = self._shown(token_id, position[token_id])
-        return ChatLogprobPosition(
-            **taken, top_logprobs=[ChatTopLogprob(**self._shown(*item)) for item in top]
-        )
+
+        def top() -> Iterator[dict[str, Any]]:
+            return (self._shown(*item) for item in islice(ranked(position), None if count == -1 else count))
+
+        if are_many([position], count):
+            return ChatLogprobPosition(**taken, top_logprobs=LateJson(lambda: list_text(top())))
+        return ChatLogprobPosition(**taken, top_logprobs=[ChatTopLogprob(**item) for item in top()])
 
     def _shown(self, token_id: int, entry: Logprob) -> dict[str, Any]:
         text = entry.decoded_token

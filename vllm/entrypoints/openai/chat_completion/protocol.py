@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from vllm.entrypoints.openai.completion.protocol import RequestMetrics
 from vllm.entrypoints.openai.field_types import Objects
+from vllm.entrypoints.openai.late_json import LateJson
 from vllm.entrypoints.openai.request_fields import GenerationFields, OpenAIBaseModel
 from vllm.entrypoints.openai.usage import UsageInfo
 from vllm.exceptions import VLLMValidationError
@@ -217,7 +218,7 @@ class ChatTopLogprob(BaseModel):
 class ChatLogprobPosition(ChatTopLogprob):
     """The token that stands at a position."""
 
-    top_logprobs: list[ChatTopLogprob] = Field(default_factory=list)
+    top_logprobs: list[ChatTopLogprob] | LateJson = Field(default_factory=list)
 
 
 class ChatLogprobs(BaseModel):
@@ -250,7 +251,7 @@ class ChatCompletionResponse(BaseModel):
     service_tier: str | None = None
     system_fingerprint: str | None = None
     usage: UsageInfo
-    prompt_logprobs: list[dict[int, Any] | None] | None = None
+    prompt_logprobs: list[dict[int, Any] | None] | LateJson | None = None
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None
     kv_transfer_params: dict[str, Any] | None = None

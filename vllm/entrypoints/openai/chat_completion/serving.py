@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -283,7 +283,7 @@ class OpenAIServingChat(OpenAIServing):
         async with aclosing(outputs.read()) as items:
             async for _, output in items:
                 last = output
-                for chunk in self._chunks(reply, output, shown.continuous, opened):
+                async for chunk in self._chunks(reply, output, shown.continuous, opened):
                     yield chunk
         if shown.final:
             final = ChatStreamResponse(
@@ -297,23 +297,23 @@ class OpenAIServingChat(OpenAIServing):
             metrics = self._metrics(reply, last)
             if metrics is not None:
                 final.metrics = metrics
-            yield sse_event(final)
+            yield await sse_event(final)
 
-    def _chunks(
+    async def _chunks(
         self, reply: _Reply, output: RequestOutput, with_usage: bool, opened: set[int]
-    ) -> Iterator[str]:
+    ) -> AsyncGenerator[str, None]:
         """Events of one output; samples that are not in `opened` yet begin with their role."""
         choices = self._take(reply, output)
         for completion in output.outputs:
             if completion.index not in opened:
                 opening = reply.builders[completion.index].opening()
-                yield self._chunk(reply, opening, with_usage, first=not opened)
+                yield await self._chunk(reply, opening, with_usage, first=not opened)
                 opened.add(completion.index)
         for choice in choices:
             params = output.kv_transfer_params if choice.finish_reason is not None else None
-            yield self._chunk(reply, choice, with_usage, kv_transfer_params=params)
+            yield await self._chunk(reply, choice, with_usage, kv_transfer_params=params)
 
-    def _chunk(
+    async def _chunk(
         self,
         reply: _Reply,
         choice: ChatStreamChoice,
@@ -334,7 +334,7 @@ class OpenAIServingChat(OpenAIServing):
             chunk.prompt_token_ids = reply.rendered.token_ids
         if kv_transfer_params is not None:
             chunk.kv_transfer_params = kv_transfer_params
-        return sse_event(chunk)
+        return await sse_event(chunk)
 
     def _metrics(self, reply: _Reply, last: RequestOutput | None) -> RequestMetrics | None:
         if last is None or not self.options.enable_per_request_metrics or len(reply.builders) > 1:

@@ -5,8 +5,9 @@ A whole reply is one big delta, so both forms agree by construction. Must not kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from vllm.entrypoints.openai.completion.protocol import (
@@ -14,8 +15,9 @@ from vllm.entrypoints.openai.completion.protocol import (
     CompletionRequest,
     CompletionResponseStreamChoice,
 )
+from vllm.entrypoints.openai.late_json import SLICE, LateJson, object_text, rows_text
 from vllm.entrypoints.openai.render import RenderedPrompt
-from vllm.entrypoints.openai.serving_base import LOGPROB_MIN, weight_versions_body
+from vllm.entrypoints.openai.serving_base import LOGPROB_MIN, are_many, weight_versions_body
 from vllm.logprobs import LogprobsOnePosition
 from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -59,40 +61,54 @@ class LogprobsWriter:
     offset: int = 0
 
     def write(
-        self, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition | None]
-    ) -> CompletionLogProbs:
-        """The entries of these tokens."""
-        body = CompletionLogProbs()
-        for token_id, position in zip(token_ids, positions, strict=False):
-            self._write_one(body, token_id, position)
-        return body
-
-    def _write_one(
-        self, body: CompletionLogProbs, token_id: int, position: LogprobsOnePosition | None
+        self,
+        body: CompletionLogProbs,
+        token_ids: Sequence[int],
+        positions: Iterable[LogprobsOnePosition | None],
     ) -> None:
-        entry = position.get(token_id) if position else None
-        text = self.first_text if entry is None else entry.decoded_token or ""
-        body.text_offset.append(self.offset)
-        if token_id not in self.form.special_ids:
-            self.offset += len(text)
-        body.tokens.append(self._name(token_id, text))
-        body.token_logprobs.append(None if entry is None else max(entry.logprob, LOGPROB_MIN))
-        body.top_logprobs.append(self._top(position) if position else None)
+        """Append the entries of these tokens, but for the most probable ones."""
+        for token_id, position in zip(token_ids, positions, strict=False):
+            entry = position.get(token_id) if position else None
+            text = self.first_text if entry is None else entry.decoded_token or ""
+            body.text_offset.append(self.offset)
+            if token_id not in self.form.special_ids:
+                self.offset += len(text)
+            body.tokens.append(self._name(token_id, text))
+            body.token_logprobs.append(None if entry is None else max(entry.logprob, LOGPROB_MIN))
+
+    def tops(
+        self, positions: Sequence[LogprobsOnePosition | None]
+    ) -> list[dict[str, float] | None] | LateJson:
+        """The most probable tokens of these positions."""
+        if not are_many(positions, self.form.logprobs or 0):
+            return [self._top(position) if position else None for position in positions]
+        return LateJson(
+            lambda: rows_text(self._top_text(position) if position else ("null",) for position in positions)
+        )
 
     def _name(self, token_id: int, text: str | None) -> str:
         return f"token_id:{token_id}" if self.form.tokens_as_ids or text is None else text
 
     def _top(self, position: LogprobsOnePosition) -> dict[str, float]:
         """The taken token and the most probable ones. Two tokens of the same text keep the higher value."""
-        count = self.form.logprobs or 0
         top: dict[str, float] = {}
-        for order, (token_id, entry) in enumerate(position.items()):
-            if 0 <= count < order:
-                break
-            name = self._name(token_id, entry.decoded_token)
-            value = max(entry.logprob, LOGPROB_MIN)
+        for name, value in self._named(position):
             top[name] = max(value, top.get(name, value))
         return top
+
+    def _top_text(self, position: LogprobsOnePosition) -> Iterator[str]:
+        """The same in pieces; making it takes turns too."""
+        top: dict[str, float] = {}
+        for order, (name, value) in enumerate(self._named(position), 1):
+            top[name] = max(value, top.get(name, value))
+            if order % SLICE == 0:
+                yield ""
+        yield from object_text(top.items())
+
+    def _named(self, position: LogprobsOnePosition) -> Iterator[tuple[str, float]]:
+        count = self.form.logprobs or 0
+        for token_id, entry in islice(position.items(), None if count < 0 else count + 1):
+            yield self._name(token_id, entry.decoded_token), max(entry.logprob, LOGPROB_MIN)
 
 
 @dataclass
@@ -135,12 +151,14 @@ class ChoiceBuilder:
             choice.stop_reason = completion.stop_reason
             if self.form.weight_versions:
                 choice.weight_versions = weight_versions_body(completion.weight_versions)
-        logprobs = CompletionLogProbs()
+        logprobs = CompletionLogProbs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+        positions: list[LogprobsOnePosition | None] = []
         if echoed:
             choice.text = self.text_of_prompt + text
-            logprobs.extend(self._prompt_logprobs(output))
-        logprobs.extend(self._take_logprobs())
+            positions += self._write_prompt(logprobs, output)
+        positions += self._write_output(logprobs)
         if self.form.logprobs is not None:
+            logprobs.top_logprobs = self._writer.tops(positions)
             choice.logprobs = logprobs
         if self.form.token_ids:
             choice.token_ids = self._token_ids if self.keeps_output else []
@@ -149,18 +167,21 @@ class ChoiceBuilder:
         self._token_ids = []
         return choice
 
-    def _prompt_logprobs(self, output: RequestOutput) -> CompletionLogProbs:
-        if self.form.logprobs is None or output.prompt_logprobs is None:
-            self._writer.offset = len(self.text_of_prompt)
-            return CompletionLogProbs()
-        # Special tokens of the prompt are part of an echoed text only if the text was given with them.
-        written = self._writer.write(self.prompt.token_ids, list(output.prompt_logprobs))
+    def _write_prompt(
+        self, body: CompletionLogProbs, output: RequestOutput
+    ) -> Sequence[LogprobsOnePosition | None]:
+        positions: Sequence[LogprobsOnePosition | None] = []
+        if self.form.logprobs is not None and output.prompt_logprobs is not None:
+            # Special tokens of the prompt are part of an echoed text only if the text was given with them.
+            positions = list(output.prompt_logprobs)[: len(self.prompt.token_ids)]
+            self._writer.write(body, self.prompt.token_ids, positions)
         self._writer.offset = len(self.text_of_prompt)
-        return written
+        return positions
 
-    def _take_logprobs(self) -> CompletionLogProbs:
+    def _write_output(self, body: CompletionLogProbs) -> Sequence[LogprobsOnePosition | None]:
         if self.form.logprobs is None or not self.keeps_output:
-            return CompletionLogProbs()
-        written = self._writer.write(self._token_ids, self._positions)
+            return []
+        positions = self._positions[: len(self._token_ids)]
+        self._writer.write(body, self._token_ids, positions)
         self._positions = []
-        return written
+        return positions

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from vllm import envs
 from vllm.entrypoints.openai.field_types import Prompt
+from vllm.entrypoints.openai.late_json import LateJson
 from vllm.entrypoints.openai.request_fields import GenerationFields
 from vllm.entrypoints.openai.usage import UsageInfo
 from vllm.exceptions import VLLMValidationError
@@ -98,14 +99,7 @@ class CompletionLogProbs(BaseModel):
     text_offset: list[int] = Field(default_factory=list)
     token_logprobs: list[float | None] = Field(default_factory=list)
     tokens: list[str] = Field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = Field(default_factory=list)
-
-    def extend(self, other: CompletionLogProbs) -> None:
-        """Append the positions of `other`."""
-        self.text_offset += other.text_offset
-        self.token_logprobs += other.token_logprobs
-        self.tokens += other.tokens
-        self.top_logprobs += other.top_logprobs
+    top_logprobs: list[dict[str, float] | None] | LateJson = Field(default_factory=list)
 
 
 class CompletionResponseChoice(BaseModel):
@@ -118,7 +112,7 @@ class CompletionResponseChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[int, Any] | None] | None = None
+    prompt_logprobs: list[dict[int, Any] | None] | LateJson | None = None
     routed_experts: Any = None
     weight_versions: list[dict[str, Any]] | None = None
 

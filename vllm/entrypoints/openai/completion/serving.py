@@ -216,7 +216,7 @@ class OpenAIServingCompletion(OpenAIServing):
             async for prompt_index, output in items:
                 last = output
                 for choice in self._take(reply, prompt_index, output):
-                    yield self._chunk(reply, choice, output, shown.continuous)
+                    yield await self._chunk(reply, choice, output, shown.continuous)
         if shown.final:
             final = CompletionStreamResponse(
                 id=reply.id, object="text_completion", created=reply.created, model=reply.model, choices=[]
@@ -225,9 +225,9 @@ class OpenAIServingCompletion(OpenAIServing):
             metrics = self._metrics(reply, last)
             if metrics is not None:
                 final.metrics = metrics
-            yield sse_event(final)
+            yield await sse_event(final)
 
-    def _chunk(
+    async def _chunk(
         self, reply: _Reply, choice: CompletionResponseStreamChoice, output: RequestOutput, with_usage: bool
     ) -> str:
         chunk = CompletionStreamResponse(
@@ -237,7 +237,7 @@ class OpenAIServingCompletion(OpenAIServing):
             chunk.usage = reply.usage.usage()
         if choice.finish_reason is not None and output.kv_transfer_params is not None:
             chunk.kv_transfer_params = output.kv_transfer_params
-        return sse_event(chunk)
+        return await sse_event(chunk)
 
 
 def _engine_id(request_id: str, index: int, count: int) -> str:
