@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from tests.sim.device import Page
 from tests.sim.events import Residency
 from tests.sim.failure import SimFailure, require
 from tests.sim.retention import check_retention
@@ -287,20 +288,21 @@ def check_tier_contents(run: Run, views: Sequence[PoolView]) -> None:
             continue
         for block_id, key in sorted(set(view.entries).difference(seen or ())):
             for rank, memory in enumerate(memories):
-                check_page(run, f"rank {rank}, {name}", memory.page(block_id), key)
+                page = memory.page_of(block_id, get_group_id(key))
+                check_page(run, rank, name, page, key)
         run.seen_entries[name] = view.entries
 
 
-def check_page(run: Run, where: str, page: object, key: bytes) -> None:
+def check_page(run: Run, rank: int, where: str, page: Page, key: BlockHashWithGroupId) -> None:
     """I6: the page behind an index entry holds exactly the prefix of its hash."""
-    group = run.worker.groups[get_group_id(key)]
+    group = run.worker.rank_groups[rank][get_group_id(key)]
     prints = run.registry.prints(bytes(get_block_hash(key)))
     for slot, stamp in group.expected_page(prints, run.worker.version).items():
         got = page.read(group.group_id, slot)
         require(
             got == stamp,
             "I6",
-            f"{where}: entry of group {group.group_id} over {len(prints) - 1} tokens has a wrong row in slot {slot}",
+            f"rank {rank}, {where}: entry of group {group.group_id} over {len(prints) - 1} tokens has a wrong row in slot {slot}",
         )
 
 

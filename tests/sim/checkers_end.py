@@ -59,9 +59,7 @@ def check_device_contents(run: Run) -> None:
     for block in run.device_pool.blocks:
         for key, _ in run.device_pool.get_keys(block):
             for rank, memory in enumerate(run.worker.devices):
-                check_page(
-                    run, f"rank {rank}, device block {block.block_id}", memory.page(block.block_id), key
-                )
+                check_page(run, rank, f"device block {block.block_id}", memory.page(block.block_id), key)
 
 
 def check_answers(run: Run) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tests.sim.failure import require
 from tests.sim.views import RunViews
-from vllm.v1.core.block_hash import BlockHashWithGroupId, make_block_hash_with_group_id
+from vllm.v1.core.block_hash import BlockHashWithGroupId, get_group_id, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 Place = tuple[str, int, BlockHashWithGroupId]
@@ -35,5 +35,6 @@ def spoil(run: RunViews, places: Iterable[Place]) -> None:
         kept = pool.cached_block_hash_to_block.contain(key, block_id)
         require(not kept, "I6", f"{name} block {block_id} stays findable after NaN logits of its request")
         for memory in memories:
-            memory.page(block_id).spoil()
-            memory.page(block_id).tainted = True
+            page = memory.page_of(block_id, get_group_id(key))
+            page.spoil()
+            page.tainted = True

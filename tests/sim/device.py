@@ -23,9 +23,12 @@ POISON = -1
 NO_GROUP = -1
 
 
-def versioned(stamp: int, version: int) -> int:
-    """The stamp under the model's present weights; a full reset changes them, so that old bytes become wrong."""
-    return stamp ^ (version * 0x5DEECE66D)
+def versioned(stamp: int, version: int, shard: int = 0) -> int:
+    """The stamp under the model's present weights; a full reset changes them, so that old bytes become wrong.
+
+    Ranks that hold other heads hold other bytes.
+    """
+    return stamp ^ (version * 0x5DEECE66D) ^ (shard * 0x2545F4914F6CDD1D)
 
 
 class Page:
@@ -87,6 +90,11 @@ class Memory:
         """The page of a block."""
         return self.pages[block_id]
 
+    def page_of(self, block_id: int, group: int) -> Page:
+        """The page in which this rank has a group's content of a block."""
+        del group
+        return self.page(block_id)
+
 
 @dataclass
 class Rows:
@@ -109,11 +117,11 @@ class Rows:
     drafts: list[int] = field(default_factory=list)
     """The last tokens of `chain`, which are only tried."""
 
-    def stamp(self, group: int, num_tokens: int) -> int:
+    def stamp(self, group: int, num_tokens: int, shard: int) -> int:
         """What a group must hold for the prefix of that many tokens."""
         if self.void:
             return POISON
-        return versioned(in_group(self.chain.prints[num_tokens], group), self.version)
+        return versioned(in_group(self.chain.prints[num_tokens], group), self.version, shard)
 
     def block(self, group: int, index: int) -> int:
         """Block id in the table of a group; 0 where the table has none."""
@@ -122,7 +130,10 @@ class Rows:
 
 
 class Group:
-    """How one kind uses its blocks. Subclasses say what is written and what may be read."""
+    """How one kind uses its blocks on one rank. Subclasses say what is written and what may be read."""
+
+    shard = 0
+    """Which of the different bytes of its layers the rank holds."""
 
     def __init__(self, group_id: int, spec: KVCacheSpec) -> None:
         self.group_id = group_id
@@ -144,12 +155,13 @@ class Group:
         end = len(prints) - 1
         start = (end - 1) // self.block_size * self.block_size
         return {
-            p - start: versioned(in_group(prints[p + 1], self.group_id), version) for p in range(start, end)
+            p - start: versioned(in_group(prints[p + 1], self.group_id), version, self.shard)
+            for p in range(start, end)
         }
 
     def _expect(self, memory: Memory, rows: Rows, block: int, slot: int, num_tokens: int) -> None:
         got = memory.page(block).read(self.group_id, slot) if block else POISON
-        if rows.void or not rows.trusted or got == rows.stamp(self.group_id, num_tokens):
+        if rows.void or not rows.trusted or got == rows.stamp(self.group_id, num_tokens, self.shard):
             return
         if rows.shadowed:
             rows.void = True
@@ -178,7 +190,7 @@ class RowGroup(Group):
             block = rows.block(self.group_id, position // self.block_size)
             if block == 0:
                 continue
-            stamp = rows.stamp(self.group_id, position + 1)
+            stamp = rows.stamp(self.group_id, position + 1, self.shard)
             memory.page(block).write(self.group_id, self.block_size, position % self.block_size, stamp)
 
     def read(self, memory: Memory, rows: Rows) -> None:
@@ -217,10 +229,10 @@ class StateGroup(Group):
     def write(self, memory: Memory, rows: Rows) -> None:
         block = rows.block(self.group_id, (rows.end - 1) // self.block_size)
         require(block != 0, "I6", f"{rows.request_id} has no block for its state after {rows.end} tokens")
-        memory.page(block).write(self.group_id, 1, 0, rows.stamp(self.group_id, rows.end))
+        memory.page(block).write(self.group_id, 1, 0, rows.stamp(self.group_id, rows.end, self.shard))
 
     def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
-        return {0: versioned(in_group(prints[-1], self.group_id), version)}
+        return {0: versioned(in_group(prints[-1], self.group_id), version, self.shard)}
 
 
 class RingGroup(Group):
@@ -237,11 +249,13 @@ class RingGroup(Group):
         for position in range(rows.start, rows.end):
             for earlier in range(position // self.ratio * self.ratio, position):
                 self._expect(memory, rows, block, earlier % self.block_size, earlier + 1)
-            stamp = rows.stamp(self.group_id, position + 1)
+            stamp = rows.stamp(self.group_id, position + 1, self.shard)
             memory.page(block).write(self.group_id, self.block_size, position % self.block_size, stamp)
 
 
-def make_groups(specs: Sequence[KVCacheSpec], ring_ratio: int) -> list[Group]:
+def make_groups(
+    specs: Sequence[KVCacheSpec], ring_ratio: int, shards: Sequence[int] | None = None
+) -> list[Group]:
     """The kinds' use of memory, by group."""
     groups: list[Group] = []
     for group_id, spec in enumerate(specs):
@@ -255,6 +269,8 @@ def make_groups(specs: Sequence[KVCacheSpec], ring_ratio: int) -> list[Group]:
             groups.append(ChunkGroup(group_id, spec))
         else:
             groups.append(RowGroup(group_id, spec))
+    for group, shard in zip(groups, shards or [0] * len(groups), strict=True):
+        group.shard = shard
     return groups
 
 

@@ -88,6 +88,8 @@ MARKS = frozenset(
         "load from a second connector",
         "second host eviction",
         "load of what another engine stored",
+        "load from the rank's own part",
+        "replicas take turns",
         "another engine reads",
         "another engine evicts",
         "another engine resets",

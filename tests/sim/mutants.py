@@ -332,8 +332,8 @@ def _lost_keys_are_moved(original: Any) -> Any:
 def _source_of_a_load_is_let_go(original: Any) -> Any:
     """XFER-04 for loads: the slots below are let go when the load is planned, not when it has ended."""
 
-    def start(self: Any, request: Any, pairs: Any, *, deliverable: bool) -> None:
-        original(self, request, pairs, deliverable=deliverable)
+    def start(self: Any, request: Any, pairs: Any, groups: Any, *, deliverable: bool) -> None:
+        original(self, request, pairs, groups, deliverable=deliverable)
         transfer = self.loads[request.request_id].transfer
         transfer._tier = _Gone(transfer._tier)
 

@@ -33,10 +33,10 @@ KEYS_PER_SLOT = 8
 class SharedMemory:
     """The segment of one run, gone with it. Bytes are not in it: the simulator has its own."""
 
-    def __init__(self, num_slots: int, clock: SimClock) -> None:
+    def __init__(self, num_slots: int, num_parts: int, clock: SimClock) -> None:
         self._folder = TemporaryDirectory(prefix="kv-sim-")
         self.path = Path(self._folder.name) / "segment"
-        self.shape = SegmentShape(b"sim", num_slots, KEYS_PER_SLOT, (1,))
+        self.shape = SegmentShape(b"sim", num_slots, KEYS_PER_SLOT, (1,), num_parts)
         self.clock = clock
 
     def attach(self) -> SharedSegment:
@@ -67,8 +67,8 @@ class OtherEngine(MiniEngine):
 
     # Bytes are stamps
 
-    def _stamps(self, key: bytes, version: int) -> dict[int, int]:
-        group = self._worker.groups[get_group_id(BlockHashWithGroupId(key))]
+    def _stamps(self, rank: int, key: bytes, version: int) -> dict[int, int]:
+        group = self._worker.rank_groups[rank][get_group_id(BlockHashWithGroupId(key))]
         prints = self._registry.prints(bytes(get_block_hash(BlockHashWithGroupId(key))))
         return group.expected_page(prints, version)
 
@@ -79,21 +79,27 @@ class OtherEngine(MiniEngine):
         return went
 
     def fill(self, slot: int, key: bytes, parts: int = 1) -> None:
-        """All rows, or with more parts only the first one."""
+        """All rows on all ranks, or with more parts only the first rows on the first ranks."""
         group = self._worker.groups[get_group_id(BlockHashWithGroupId(key))]
         size = 1 if isinstance(group, StateGroup) else group.block_size
-        rows = list(self._stamps(key, self._filled_with[slot]).items())
-        for memory in self._worker.hosts:
+        hosts = self._worker.hosts
+        for rank, memory in enumerate(hosts[: -(-len(hosts) // parts)]):
+            rows = list(self._stamps(rank, key, self._filled_with[slot]).items())
             for row, stamp in rows[: max(1, len(rows) // parts)]:
-                memory.page(slot).write(group.group_id, size, row, stamp)
+                memory.page_of(slot, group.group_id).write(group.group_id, size, row, stamp)
 
     def check(self, slot: int, key: bytes, version: int | None = None) -> None:
         """I6 for what this engine reads."""
         group = get_group_id(BlockHashWithGroupId(key))
-        for row, stamp in self._stamps(key, self._worker.version if version is None else version).items():
-            for memory in self._worker.hosts:
-                got = memory.page(slot).read(group, row)
-                require(got == stamp, "I6", f"another engine reads a wrong row {row} in host slot {slot}")
+        version = self._worker.version if version is None else version
+        for rank, memory in enumerate(self._worker.hosts):
+            for row, stamp in self._stamps(rank, key, version).items():
+                got = memory.page_of(slot, group).read(group, row)
+                require(
+                    got == stamp,
+                    "I6",
+                    f"rank {rank} of another engine reads a wrong row {row} in host slot {slot}",
+                )
 
     # Reads go on over a change of weights
 

@@ -13,6 +13,7 @@ from tests.sim.grammar import draw_grammars
 from tests.sim.retention import draw_share
 from tests.sim.rng import Streams
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     FullAttentionSpec,
@@ -347,7 +348,7 @@ def _with_other_engine(params: SimParams) -> SimParams:
         return params
     if Streams(params.seed).stream("shared").random() < 0.5:
         return params
-    return replace(
+    params = replace(
         params,
         shared=True,
         ranks=1,
@@ -355,6 +356,29 @@ def _with_other_engine(params: SimParams) -> SimParams:
         decline_slow_tier="off",
         actions_off=params.actions_off - {"cool"},
     )
+    rng = Streams(params.seed).stream("ranks that share")
+    if rng.random() < 0.5:
+        return params
+    specs = [_split(spec, rng) for spec in params.specs]
+    if len(specs) == 1 and rng.random() < 0.7:
+        specs.append(_window(rng))
+    if len(specs) > 1 and rng.random() < 0.8:  # the same on all ranks beside what is split
+        alike, own = rng.sample(range(len(specs)), 2)
+        specs[alike], specs[own] = _with_heads(specs[alike], 1), _with_heads(specs[own], None)
+    return _fit(replace(params, ranks=rng.choice((2, 2, 3, 4)), specs=tuple(specs)))
+
+
+def _split(spec: KVCacheSpec, rng: random.Random) -> KVCacheSpec:
+    """The same cache, on several ranks."""
+    return _with_heads(spec, rng.choice((1, 1, 2, None)))
+
+
+def _with_heads(spec: KVCacheSpec, heads: int | None) -> KVCacheSpec:
+    """There may be as many different bytes as heads; None: as many as ranks."""
+    if isinstance(spec, MambaSpec):
+        return replace(spec, tp_replicated=heads == 1)
+    assert isinstance(spec, AttentionSpec)
+    return replace(spec, max_tp_shards=heads)
 
 
 def _load_heavy(params: SimParams) -> SimParams:

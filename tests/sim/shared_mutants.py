@@ -8,7 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
+from vllm.v1.simple_kv_offload.rank_parts import RankParts
 from vllm.v1.simple_kv_offload.shared_pool import SharedPool, SlotState
+from vllm.v1.simple_kv_offload.transfer import Contents, StoreTable
 
 
 def _replaced(
@@ -67,7 +69,55 @@ def _half_a_slot_of_the_dead_is_found(original: Any) -> Any:
     return drop_holds
 
 
+def _wrong_part(_: Any) -> Any:
+    """A rank finds its bytes where the first rank that it knows of has them."""
+
+    def row(self: Any, slot: int, group: int) -> int:
+        del self, group
+        return slot
+
+    return row
+
+
+def _nobody_writes(_: Any) -> Any:
+    """Each of the ranks with the same bytes leaves them to another."""
+
+    def writes(self: Any, slot: int, group: int) -> bool:
+        del slot
+        return bool(self.replicas[group] == 1)
+
+    return writes
+
+
+def _all_write(_: Any) -> Any:
+    """Ranks with the same bytes write them on top of each other."""
+    return lambda self, slot, group: True
+
+
+def _last_report_is_not_waited_for(original: Any) -> Any:
+    """A store is done when one rank is still to report, which may be the one that writes."""
+
+    def init(self: Any, expected_reports: int) -> None:
+        original(self, max(1, expected_reports - 1))
+
+    return init
+
+
+def _groups_are_not_told_apart(original: Any) -> Any:
+    """The ranks are told of the same group for all blocks of a store."""
+
+    def groups(self: Any, default: int) -> list[int]:
+        return [default] * len(original(self, default))
+
+    return groups
+
+
 SHARED_POOL_MUTANTS = {
+    "wrong part of a slot": _replaced(RankParts, "row", _wrong_part),
+    "shared content written by nobody": _replaced(RankParts, "writes", _nobody_writes),
+    "shared content written by all": _replaced(RankParts, "writes", _all_write),
+    "last report is not waited for": _replaced(StoreTable, "__init__", _last_report_is_not_waited_for),
+    "groups of a store are not told apart": _replaced(Contents, "groups", _groups_are_not_told_apart),
     "holds of others are ignored": _replaced(SharedPool, "_adopt", _holds_of_others_are_ignored),
     "found before the bytes are there": _replaced(
         SharedSegment, "write_content", _found_before_the_bytes_are_there

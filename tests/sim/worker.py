@@ -12,12 +12,20 @@ from dataclasses import dataclass, field
 
 from tests.sim.content import NONSENSE, Chain, guess_tokens, next_token, root
 from tests.sim.copies import CopyJob, Lanes
-from tests.sim.device import Memory, Rows, forward, make_groups
-from tests.sim.failure import SimFailure, require
+from tests.sim.device import Memory, Rows, forward
+from tests.sim.failure import require
 from tests.sim.kept_rows import KeptRows
 from tests.sim.marks import Marks
 from tests.sim.params import SimParams
 from tests.sim.policies import times_of
+from tests.sim.rank_memory import (
+    check_writers_below,
+    groups_of_ranks,
+    host_memories,
+    load_pairs,
+    slot_of,
+    store_pairs,
+)
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -70,9 +78,11 @@ class SimWorker:
         self.params = params
         self.marks = marks
         self.fault = fault
-        self.groups = make_groups(params.specs, params.ring_ratio)
+        self.rank_groups = groups_of_ranks(params)
+        self.groups = self.rank_groups[0]
+        """Those of the first rank, for what is the same on all."""
         self.devices = [Memory(params.device_blocks) for _ in range(params.ranks)]
-        self.hosts = [Memory(max(1, params.host_blocks)) for _ in range(params.ranks)]
+        self.hosts = host_memories(params)
         self.disks = [Memory(max(1, params.disk_blocks)) for _ in range(params.ranks)]
         memories = zip(self.devices, self.hosts, self.disks, strict=True)
         self.lanes = [Lanes(device, host, disk) for device, host, disk in memories]
@@ -124,14 +134,14 @@ class SimWorker:
         output, fails = step.output, step.fails
         self._apply_requests(output)
         batch = [] if fails else self._batch(output, step.version, step.shadowed)
-        for memory in self.devices:
+        for memory, groups in zip(self.devices, self.rank_groups, strict=True):
             for block_id in output.new_block_ids_to_zero or ():
                 memory.page(block_id).poison()
             for source, target in output.kv_cache_block_copies or ():
                 memory.page(target).copy(memory.page(source))
                 self.marks.hit("copy on write")
             if not fails:
-                forward(memory, self.groups, batch)
+                forward(memory, groups, batch)
         self._mark_kinds(batch)
         self._submit_copies(step, rng)
         step.executed = True
@@ -287,7 +297,9 @@ class SimWorker:
                 if step.fails:  # nothing was computed that could be stored
                     self._lost[rank].failed_store_events[meta.store_event] = 1
                     continue
-                pairs = list(zip(meta.store_gpu_blocks, meta.store_cpu_blocks, strict=True))
+                pairs = store_pairs(lanes.host, meta)
+                if len(pairs) < len(meta.store_cpu_blocks):
+                    self.marks.hit("replicas take turns")
                 if self.params.disk:
                     self.kept[rank].check_absent(rank, pairs)
                 lanes.submit(self._job(meta.store_event, True, pairs, [], rng))
@@ -307,7 +319,9 @@ class SimWorker:
     def _order_load(
         self, rank: int, meta: SimpleCPUOffloadMetadata, never_started: bool, rng: random.Random
     ) -> None:
-        pairs = list(zip(meta.load_cpu_blocks, meta.load_gpu_blocks, strict=True))
+        pairs = load_pairs(self.hosts[rank], meta)
+        if meta.load_groups and pairs:
+            self.marks.hit("load from the rank's own part")
         ids = meta.load_event_to_reqs[meta.load_event]
         counts = meta.load_block_counts or [len(pairs)] * len(ids)
         if never_started:
@@ -396,23 +410,8 @@ class SimWorker:
         return targets
 
     def check_host_targets(self) -> None:
-        """No block below the device has two writers, nor a reader while somebody writes it."""
-        for rank, lanes in enumerate(self.lanes):
-            written: dict[tuple[str, int], str] = {}
-            for job in lanes.running:
-                tier, name = job.target_tier, job.name
-                for _, target in job.pairs if tier else ():
-                    writer = written.setdefault((tier, target), name)
-                    if writer != name:
-                        what = f"{writer} and {name} write {tier} block {target}"
-                        raise SimFailure("I3", f"rank {rank}: {what}")
-            for job in lanes.running:
-                tier = job.source_tier
-                for source, _ in job.pairs[job.done_pairs :] if tier else ():
-                    both = written.get((tier, source))
-                    if both is not None:
-                        what = f"{job.name} reads {tier} block {source}, {both} writes it"
-                        raise SimFailure("I3", f"rank {rank}: {what}")
+        """No page below the device has two writers, nor a reader while somebody writes it."""
+        check_writers_below(self.lanes)
 
     # --- reports --------------------------------------------------------------------------------------------------
 
@@ -460,7 +459,7 @@ class SimWorker:
             if lost:
                 self.marks.hit("failed load")
             if lost and job.bad_source:
-                meta.bad_cpu_blocks.add(job.pairs[job.done_pairs][0])
+                meta.bad_cpu_blocks.add(slot_of(self.hosts[rank], job.pairs[job.done_pairs][0]))
                 # From now on: what was read before it was told of may still have been right.
                 self.hosts[rank].page(job.pairs[job.done_pairs][0]).spoil()
                 self.marks.hit("lost block reported")

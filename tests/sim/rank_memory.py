@@ -1,0 +1,127 @@
+"""Memory below the device where all ranks of an engine have one pool: its pages, who finds what where, who may write.
+
+Which rank holds which bytes is worked out here from the specs alone, so that it can be compared with the product's answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tests.sim.copies import Lanes
+from tests.sim.device import Group, Memory, Page, make_groups
+from tests.sim.failure import SimFailure
+from tests.sim.params import SimParams
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
+from vllm.v1.simple_kv_offload.rank_parts import RankParts, rank_parts
+
+Pairs = list[tuple[int, int]]
+
+
+def shard_of(spec: KVCacheSpec, rank: int, ranks: int) -> int:
+    """Which of the different bytes of a group a rank holds."""
+    if not spec.prefix_cacheable:
+        return rank
+    if isinstance(spec, MambaSpec):
+        return 0 if spec.tp_replicated else rank
+    assert isinstance(spec, AttentionSpec)
+    heads = spec.max_tp_shards
+    return rank if heads is None or heads >= ranks or ranks % heads else rank * heads // ranks
+
+
+def count_shards(params: SimParams) -> int:
+    """Parts that a slot must have."""
+    return 1 + max(
+        shard_of(spec, rank, params.ranks)
+        for spec in params.specs
+        if spec.prefix_cacheable
+        for rank in range(params.ranks)
+    )
+
+
+def groups_of_ranks(params: SimParams) -> list[list[Group]]:
+    """The kinds' use of memory, by rank. Ranks differ in their bytes only where that matters."""
+    if not params.shared:
+        return [make_groups(params.specs, params.ring_ratio)] * params.ranks
+    return [
+        make_groups(
+            params.specs, params.ring_ratio, [shard_of(spec, rank, params.ranks) for spec in params.specs]
+        )
+        for rank in range(params.ranks)
+    ]
+
+
+class PartMemory(Memory):
+    """What one rank maps of the pool: the pages from the first part that it uses to the last."""
+
+    def __init__(self, pages: list[Page], num_slots: int, parts: RankParts, shards: Sequence[int]) -> None:
+        start = parts.first_part * num_slots
+        self.pages = pages[start : start + parts.used_parts * num_slots]
+        self.parts = parts
+        self._all, self._num_slots, self._shards = pages, num_slots, shards
+
+    def page_of(self, block_id: int, group: int) -> Page:
+        return self._all[self._shards[group] * self._num_slots + block_id]
+
+
+def host_memories(params: SimParams) -> list[Memory]:
+    """The memory of the tier below the device, by rank."""
+    num_slots = max(1, params.host_blocks)
+    if not params.shared:
+        return [Memory(num_slots) for _ in range(params.ranks)]
+    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(params.specs)]
+    plan = KVCacheConfig(params.device_blocks, [], groups)
+    pages = Memory(count_shards(params) * num_slots).pages
+    memories: list[Memory] = []
+    for rank in range(params.ranks):
+        shards = [shard_of(spec, rank, params.ranks) if spec.prefix_cacheable else 0 for spec in params.specs]
+        parts = rank_parts(plan, rank, params.ranks, 1, num_slots)
+        memories.append(PartMemory(pages, num_slots, parts, shards))
+    return memories
+
+
+def store_pairs(memory: Memory, orders: SimpleCPUOffloadMetadata) -> Pairs:
+    """(device block, row) of what this rank stores; a real worker does the same."""
+    slots = orders.store_cpu_blocks
+    if not isinstance(memory, PartMemory):
+        return list(zip(orders.store_gpu_blocks, slots, strict=True))
+    rows = memory.parts.rows(slots, orders.store_groups)
+    return [(orders.store_gpu_blocks[i], rows[i]) for i in memory.parts.written(slots, orders.store_groups)]
+
+
+def load_pairs(memory: Memory, orders: SimpleCPUOffloadMetadata) -> Pairs:
+    """(row, device block) of what this rank loads."""
+    rows: Sequence[int] = orders.load_cpu_blocks
+    if isinstance(memory, PartMemory):
+        rows = memory.parts.rows(rows, orders.load_groups)
+    return list(zip(rows, orders.load_gpu_blocks, strict=True))
+
+
+def slot_of(memory: Memory, row: int) -> int:
+    """The slot that a row belongs to."""
+    return memory.parts.slot(row) if isinstance(memory, PartMemory) else row
+
+
+def check_writers_below(all_lanes: Sequence[Lanes]) -> None:
+    """I3: no page below the device has two writers, nor a reader while somebody writes it, on whatever ranks."""
+    written: dict[int, str] = {}
+    jobs = [
+        (f"rank {rank}: {job.name}", lanes, job)
+        for rank, lanes in enumerate(all_lanes)
+        for job in lanes.running
+    ]
+    for name, lanes, job in jobs:
+        for page in _pages(lanes, job.target_tier, [target for _, target in job.pairs]):
+            writer = written.setdefault(id(page), name)
+            if writer != name:
+                raise SimFailure("I3", f"{writer} and {name} write the same page below the device")
+    for name, lanes, job in jobs:
+        for page in _pages(lanes, job.source_tier, [source for source, _ in job.pairs[job.done_pairs :]]):
+            if id(page) in written:
+                raise SimFailure("I3", f"{name} reads a page below the device, {written[id(page)]} writes it")
+
+
+def _pages(lanes: Lanes, tier: str, blocks: Iterable[int]) -> list[Page]:
+    """Pages of a tier below the device; none of the device's."""
+    memory = {"host": lanes.host, "disk": lanes.disk}.get(tier)
+    return [] if memory is None else [memory.page(block) for block in blocks]
