@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tests.sim.checkers import check_all, check_page
 from tests.sim.failure import require
-from tests.sim.policies import check_chains
 from tests.sim.restart import check_kept
 from tests.sim.run import Run
+from vllm.v1.core.block_hash import make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
 
@@ -93,7 +94,7 @@ def _check_stored(run: Run, offload: SimpleCPUOffloadScheduler, *, has_policies:
     if has_policies and run.params.store_threshold > 1:
         if offload.store_side.declines.cut_plans:
             return  # what a request could not store at its end for the bound is missing, whoever stores what follows
-        check_chains(run.params, pool, list(run.requests.values()), run.world.hash_block_size)
+        _check_chains(run, offload)
         return
     if has_policies and run.params.pending_store_blocks:
         return
@@ -103,3 +104,28 @@ def _check_stored(run: Run, offload: SimpleCPUOffloadScheduler, *, has_policies:
             "I11",
             f"a confirmed block of group {key[-1]} was never stored although there was room",
         )
+
+
+def _check_chains(run: Run, offload: SimpleCPUOffloadScheduler) -> None:
+    """Admission by reuse, where nothing was evicted: no copy lacks the ones before it.
+
+    A block whose keys the device forgot while somebody held it is passed over, and what follows is stored.
+    """
+    index = offload.tier.pool.cached_block_hash_to_block
+    for group_id, spec in enumerate(run.params.specs):
+        if not isinstance(spec, FullAttentionSpec):
+            continue
+        per_block = spec.block_size // run.world.hash_block_size
+        for request in run.requests.values():
+            keys = [
+                make_block_hash_with_group_id(block_hash, group_id)
+                for block_hash in request.block_hashes[per_block - 1 :: per_block]
+            ]
+            copied = [index.get_one_block(key) is not None for key in keys]
+            chain = [has_copy or key in run.unkeyed for has_copy, key in zip(copied, keys, strict=True)]
+            missing = chain.index(False) if False in chain else len(chain)
+            require(
+                not any(copied[missing:]),
+                "I11",
+                f"{request.request_id}: group {group_id} has copies behind its missing block {missing}: {copied}",
+            )

@@ -7,10 +7,12 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.sim.mutants_kept import KEPT_MUTANTS
+from tests.sim.planting import Mutant, replaced
 from vllm.v1.core.block_hash import get_block_hash
 from vllm.v1.simple_kv_offload import store_policy
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
 from vllm.v1.simple_kv_offload.arc import ArcQueue
+from vllm.v1.simple_kv_offload.store_side import StoreSide
 
 
 def held_slots_stay_queued() -> AbstractContextManager[object]:
@@ -42,7 +44,14 @@ def gaps_in_what_is_stored() -> AbstractContextManager[object]:
     return stack
 
 
-POLICY_MUTANTS = {
+def others_copies_are_overlooked(original: Any) -> Any:
+    """A lazy store takes the slots of blocks that it does not see because another connector copies them."""
+    del original
+    return lambda _: []
+
+
+POLICY_MUTANTS: dict[str, Mutant] = {
+    "others' copies are overlooked": replaced(StoreSide, "copied_by_others", others_copies_are_overlooked),
     "held slots stay queued": held_slots_stay_queued,
     "gaps in what is stored": gaps_in_what_is_stored,
     **KEPT_MUTANTS,

@@ -234,7 +234,7 @@ def draw_params(seed: int) -> SimParams:
         params = _load_heavy(params)
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
-    params = _with_drafts(_with_second(_with_policies(_with_disk(_fit(params)))))
+    params = _with_drafts(_with_two_lazy(_with_second(_with_policies(_with_disk(_fit(params))))))
     return replace(_with_kept_disk(_with_other_engine(params)), grammars=draw_grammars(seed))
 
 
@@ -291,6 +291,24 @@ def _with_second(params: SimParams) -> SimParams:
     first = params.host_blocks if rng.random() < 0.4 else rng.randint(4, 10)
     return replace(
         params, host_blocks=first, second_host_blocks=rng.randint(8, 40), second_lazy=rng.random() < 0.25
+    )
+
+
+def _with_two_lazy(params: SimParams) -> SimParams:
+    """Two lazy connectors in a few worlds, neither with a slot for all that is in danger; drawn apart like the others."""
+    rng = Streams(params.seed).stream("two lazy")
+    if params.host_blocks == 0 or rng.random() >= 0.12:
+        return params
+    return replace(
+        params,
+        lazy=True,
+        disk=False,
+        disk_blocks=0,
+        host_blocks=rng.randint(4, 7),
+        second_lazy=True,
+        second_host_blocks=rng.randint(4, 14),
+        store_threshold=0,
+        faults=params.faults & {"report late", "stall"},
     )
 
 

@@ -1,17 +1,12 @@
-"""The offload's policies in the simulator: injected times, marks of rare choices, and chains without gaps."""
+"""The offload's policies in the simulator: injected times, marks of rare choices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tests.sim.copies import CopyJob
-from tests.sim.failure import require
 from tests.sim.marks import Marks
 from tests.sim.params import SimParams
-from vllm.v1.core.block_hash import make_block_hash_with_group_id
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.arc import ArcQueue
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import Timings
@@ -65,25 +60,3 @@ class PolicyMarks:
     def _hit(self, name: str, happened: bool) -> None:
         if happened:
             self._marks.hit(name)
-
-
-def check_chains(
-    params: SimParams, pool: BlockPool, requests: Sequence[Request], hash_block_size: int
-) -> None:
-    """I11 for admission by reuse: where nothing was evicted, no copy lacks the ones before it."""
-    for group_id, spec in enumerate(params.specs):
-        if not isinstance(spec, FullAttentionSpec):
-            continue
-        per_block = spec.block_size // hash_block_size
-        for request in requests:
-            keys = [
-                make_block_hash_with_group_id(block_hash, group_id)
-                for block_hash in request.block_hashes[per_block - 1 :: per_block]
-            ]
-            found = [pool.cached_block_hash_to_block.get_one_block(key) is not None for key in keys]
-            missing = found.index(False) if False in found else len(found)
-            require(
-                not any(found[missing:]),
-                "I11",
-                f"{request.request_id}: group {group_id} has copies behind its missing block {missing}: {found}",
-            )

@@ -53,6 +53,8 @@ class Run(Killable, SharedRun, StepMarks):
         self.start_engine(worker(params, self.marks, self.fault))
         self.registry = HashRegistry(self.world.hash_block_size)
         self.must_be_stored: set[bytes] = set()
+        self.unkeyed: set[bytes] = set()
+        """Content that lost its keys on the device while a block of it was held: no store can tell what is in it."""
         self.store_excuse: str | None = None
         """Why something may rightly be missing below: a fault, a reset."""
         self.full_tiers: set[int] = set()
@@ -427,6 +429,9 @@ class Run(Killable, SharedRun, StepMarks):
     def _do_cool(self, rng: random.Random) -> None:
         """Forget the device's cache only, so that the tier below has to serve."""
         del rng
+        pool = self.device_pool
+        held = [block for block in pool.blocks if block.ref_cnt]
+        self.unkeyed |= {key for block in held for key, _ in pool.get_keys(block)}
         self.scheduler.reset_prefix_cache()
         for truth in self.live():  # what lost its hash while it was computed is not stored
             truth.cooled = True

@@ -178,28 +178,28 @@ class PoolMachine(RuleBasedStateMachine):
             self.keys[block.block_id] = []
         return Lease.adopt(self.pool, blocks, "test")
 
-    @rule(target=held, chosen=st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4))
-    def touch(self, chosen: list[int]) -> Lease:
+    @rule(target=held, chosen=st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4), to_front=st.booleans())
+    def touch(self, chosen: list[int], to_front: bool) -> Lease:
         for block_id in chosen:
             if block_id and self.refs[block_id] == 0:
                 self.free.remove(block_id)
             if block_id:
                 self.refs[block_id] += 1
-        return Lease(self.pool, [self.pool.blocks[i] for i in chosen], "test")
+        return Lease(self.pool, [self.pool.blocks[i] for i in chosen], "test", to_front=to_front)
 
-    @rule(lease=consumes(held), to_front=st.booleans())
-    def release(self, lease: Lease | None, to_front: bool) -> None:
+    @rule(lease=consumes(held))
+    def release(self, lease: Lease | None) -> None:
         if lease is not None:
             block_ids = ids(lease.blocks)
-            lease.release(to_front)
-            self._drop(block_ids[::-1], to_front)
+            lease.release()
+            self._drop(block_ids[::-1], lease.to_front)
 
     @rule(lease=held, cut=st.integers(0, 4))
     def shorten(self, lease: Lease | None, cut: int) -> None:
         if lease is not None and lease.held and cut <= len(lease.blocks):
             block_ids = ids(lease.blocks)[cut:]
             lease.shorten(cut)
-            self._drop(block_ids[::-1], False)
+            self._drop(block_ids[::-1], lease.to_front)
 
     @rule(target=held, lease=held, cut=st.integers(0, 4))
     def split(self, lease: Lease | None, cut: int) -> Lease | None:

@@ -37,7 +37,7 @@ def test_to_front_puts_cached_blocks_before_all_other_cached_ones(pool: BlockPoo
         pool._insert_block_hash(b"%d\x00\x00\x00\x00" % index, pool.blocks[index], 16)
     Lease(pool, pool.blocks[4:6], "use").release()
     assert free_ids(pool) == [1, 2, 3, 5, 4]
-    Lease(pool, [pool.blocks[4]], "scan").release(to_front=True)
+    Lease(pool, [pool.blocks[4]], "scan", to_front=True).release()
     assert free_ids(pool) == [1, 4, 2, 3, 5], "block 1 holds nothing and goes first"
     Lease(pool, [pool.blocks[2]], "use").release()
     assert free_ids(pool) == [1, 4, 3, 5, 2]

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.offload_rig import Rig, full, mamba, prompt, window
+from tests.helpers.offload_rig import HeldMover, Rig, full, mamba, prompt, window
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
+    SimpleCPUOffloadConnector,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
@@ -106,6 +111,56 @@ def test_the_tracker_is_bounded_and_never_admits_a_block_without_those_before_it
     fresh.offer(long, 8)
     fresh.offer(again, 6)
     assert fresh.num_admitted(again) == 6
+
+
+# -- two lazy connectors --------------------------------------------------------------------------
+
+
+def mover_of(connector: object) -> HeldMover:
+    assert isinstance(connector, SimpleCPUOffloadConnector)
+    assert connector.worker_handler is not None
+    assert isinstance(connector.worker_handler._backend, HeldMover)
+    return connector.worker_handler._backend
+
+
+@pytest.mark.parametrize(
+    ("device_blocks", "slots", "ends"),
+    [
+        (8, (4, 4), [(0,), (1,)]),
+        (8, (5, 5), [(1,), (0,)]),
+        (10, (4, 6), [(0,), (1,), (1,), (0,)]),
+        (10, (5, 5), [(), (), (0, 1)]),
+    ],
+)
+def test_two_lazy_connectors_come_to_rest(
+    device_blocks: int, slots: tuple[int, int], ends: list[tuple[int, ...]]
+) -> None:
+    """Each copies blocks that the other then does not see; their slots are not free for the taking all the same.
+
+    ``ends``: whose copies end in a step, over and over. Neither has a slot for each block in danger.
+    """
+    child = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    children = [
+        {**child, "kv_connector_extra_config": {"num_cpu_blocks": count, "lazy_offload": True}}
+        for count in slots
+    ]
+    config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )
+    rig = Rig(device_blocks=device_blocks, connector_config=config)
+    worker = rig.workers[0].kv_connector
+    assert isinstance(worker, MultiConnector)
+    movers = [mover_of(connector) for connector in worker.sub_connectors]
+    request = rig.add(prompt(4 * (device_blocks - 2) - 3), max_tokens=2)
+    for step in range(60):
+        if rig.scheduler.has_requests():
+            rig.step(copies=False)
+            for index in ends[step % len(ends)]:
+                movers[index].release()
+    assert not rig.scheduler.has_requests(), "an idle engine goes on copying"
+    rig.check_output(request)
+    for mover in movers:
+        assert mover.launched
 
 
 # -- stores under way -----------------------------------------------------------------------------

@@ -28,30 +28,36 @@ class Lease:
                             └────► HANDED_OVER   hand_over()
 
     `split` and `shorten` part a held lease. Null blocks may be among the blocks; they are never counted.
+    `to_front`: the hold is no sign of use, so that blocks go back to the front of the queue even if they are cached.
     `evicted`: ids of blocks whose hashes were dropped by id during the hold. Their content is not to be trusted, even
     if the block has a hash again: it may have been written anew.
     """
 
-    __slots__ = ("_blocks", "_pool", "_state", "evicted", "owner")
+    __slots__ = ("_blocks", "_pool", "_state", "evicted", "owner", "to_front")
 
-    def __init__(self, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str) -> None:
+    def __init__(
+        self, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str, *, to_front: bool = False
+    ) -> None:
         """Hold `blocks`: adds a reference to each."""
         pool.touch(blocks)
-        self._start(pool, blocks, owner)
+        self._start(pool, blocks, owner, to_front)
 
     @classmethod
-    def adopt(cls, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str) -> Lease:
+    def adopt(
+        cls, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str, *, to_front: bool = False
+    ) -> Lease:
         """Take over references that the caller holds, such as those of freshly allocated blocks."""
         lease = cls.__new__(cls)
-        lease._start(pool, blocks, owner)
+        lease._start(pool, blocks, owner, to_front)
         return lease
 
-    def _start(self, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str) -> None:
+    def _start(self, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str, to_front: bool) -> None:
         self._pool = pool
         self._blocks = list(blocks)
         self._state = LeaseState.HELD
         self.evicted: frozenset[int] = frozenset()
         self.owner = owner
+        self.to_front = to_front
         pool.leases[id(self)] = self
 
     @property
@@ -77,25 +83,22 @@ class Lease:
         """Part off the first `num_blocks` blocks as a lease of the same owner; the rest stays here."""
         self._require_held("split")
         self._require_within(num_blocks)
-        head = Lease.adopt(self._pool, self._blocks[:num_blocks], self.owner)
+        head = Lease.adopt(self._pool, self._blocks[:num_blocks], self.owner, to_front=self.to_front)
         del self._blocks[:num_blocks]
         head.evicted = self.evicted
         return head
 
-    def shorten(self, num_blocks: int, to_front: bool = False) -> None:
+    def shorten(self, num_blocks: int) -> None:
         """Release all but the first `num_blocks` blocks."""
         self._require_held("shortened")
         self._require_within(num_blocks)
         rest = self._blocks[num_blocks:]
         del self._blocks[num_blocks:]
-        self._drop(rest, to_front)
+        self._drop(rest)
 
-    def release(self, to_front: bool = False) -> None:
-        """Drop the references. Blocks nobody holds then join the free queue so that the last one is evicted first.
-
-        `to_front` puts them at the queue's front even if they are cached, for holds that are no sign of use.
-        """
-        self._drop(self._end(LeaseState.RELEASED), to_front)
+    def release(self) -> None:
+        """Drop the references. Blocks nobody holds then join the free queue so that the last one is evicted first."""
+        self._drop(self._end(LeaseState.RELEASED))
 
     def hand_over(self) -> list[KVCacheBlock]:
         """End the lease without dropping references: they now belong to the caller."""
@@ -108,9 +111,9 @@ class Lease:
         del self._pool.leases[id(self)]
         return blocks
 
-    def _drop(self, blocks: list[KVCacheBlock], to_front: bool) -> None:
+    def _drop(self, blocks: list[KVCacheBlock]) -> None:
         blocks.reverse()
-        if to_front:
+        if self.to_front:
             self._pool.free_blocks_to_front(blocks)
         else:
             self._pool.free_blocks(blocks)

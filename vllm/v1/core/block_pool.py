@@ -43,6 +43,8 @@ class BlockHold(Protocol):
     """A live lease, as a recount sees it."""
 
     owner: str
+    to_front: bool
+    """Whether the blocks go back to the front of the queue."""
 
     @property
     def blocks(self) -> Sequence[KVCacheBlock]: ...

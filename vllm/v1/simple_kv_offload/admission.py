@@ -17,7 +17,7 @@ class ReuseFilter:
     """Admits content that ``threshold`` requests have had; with a threshold of 0 or 1, all of it.
 
     Each request offers each of its hashes once, in order. What of a request is admitted is always a prefix, so a copy
-    never lacks the ones before it. At most ``max_size`` hashes are remembered, those offered last.
+    never lacks the ones before it for want of admission. At most ``max_size`` hashes are remembered, those offered last.
     """
 
     def __init__(self, threshold: int = 0, max_size: int = DEFAULT_MAX_TRACKER_SIZE) -> None:

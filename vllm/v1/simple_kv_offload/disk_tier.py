@@ -364,10 +364,9 @@ class DiskChain:
         keys = [candidate.keys for candidate in candidates]
         transfer = Transfer(
             owner,
-            Lease(self.host.pool, [candidate.block for candidate in candidates], owner),
+            Lease(self.host.pool, [candidate.block for candidate in candidates], owner, to_front=to_front),
             Lease.adopt(self.disk.pool, self.disk.stage_for(keys, backwards=to_front), owner),
             keys,
-            device_to_front=to_front,
         )
         self._leaving.update(staged.key for keys in transfer.keys for staged in keys)
         self.down.plan(transfer)

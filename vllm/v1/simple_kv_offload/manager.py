@@ -331,12 +331,13 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         At most half of the free blocks at a time, so that the scheduler is not left without any.
         """
         side = self.store_side
-        # Blocks being copied come back to the front, so they are part of the depth already.
-        endangered = find_endangered(side.stores, max(0, self.target_free - side.num_pending_blocks))
+        # What comes back to the front is part of the depth already.
+        endangered = find_endangered(side.stores, max(0, self.target_free - side.num_returning_blocks))
         self.lazy_cursor_id = None if endangered.last is None else endangered.last.block_id
         limit = max(1, side.stores.device.get_num_free_blocks() // 2)
         side.count_unwanted(endangered)
-        chosen = select_endangered(side.stores, endangered, limit, side.max_new_blocks)
+        others = side.copied_by_others() if endangered.keys else []
+        chosen = select_endangered(side.stores, endangered, limit, side.max_new_blocks, others)
         side.declines.cut_plans += chosen.was_cut and chosen.is_bounded
         # A lease gives its blocks back last first; the oldest must end up frontmost again.
         side.plan(chosen.candidates[::-1], None, to_front=True)

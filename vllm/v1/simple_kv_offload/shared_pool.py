@@ -97,6 +97,7 @@ class ForeignHold:
     """What other engines hold, as a recount of this pool's references sees it: one reference a slot."""
 
     owner = "other engines"
+    to_front = False
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

@@ -455,12 +455,16 @@ def find_endangered(stores: Stores, depth: int) -> Endangered:
 
 
 def select_endangered(
-    stores: Stores, endangered: Endangered, limit: int, max_blocks: int | None = None
+    stores: Stores,
+    endangered: Endangered,
+    limit: int,
+    max_blocks: int | None = None,
+    out_of_sight: Sequence[BlockHashWithGroupId] = (),
 ) -> Selection:
     """The lazy policy: endangered blocks without a copy that are worth one, oldest first, at most ``limit``.
 
-    A copy never takes the slot of another endangered block: two of them would evict each other for
-    ever. Their slots therefore become the youngest of the tier.
+    A copy never takes the slot of another endangered block, ``out_of_sight`` or not: two of them would
+    evict each other for ever. Their slots therefore become the youngest of the tier.
     """
     # Every step asks; mostly nothing is lacking.
     lacking = set(stores.tier.lacking(endangered.keys))
@@ -472,13 +476,15 @@ def select_endangered(
         all_keys = set(keys)
         blocks, keys = list(compress(blocks, wanted)), list(compress(keys, wanted))
     is_distinct = len(keys) == len(lacking)
+    if out_of_sight:
+        all_keys = all_keys.union(out_of_sight)
     if stores.reuse.is_on:
         wanted = [stores.reuse.admits(get_block_hash(key)) for key in keys]
         blocks, keys = list(compress(blocks, wanted)), list(compress(keys, wanted))
     chosen = Selection(stores.tier, lambda slot: slot.block_hash in all_keys, max_blocks)
     chosen.room = min(chosen.room, limit)
-    if keys and len(keys) < len(endangered.keys):
-        slots = [stores.tier.get(key) for key in endangered.keys if key not in lacking]
+    if keys and (out_of_sight or len(keys) < len(endangered.keys)):
+        slots = [stores.tier.get(key) for key in (*endangered.keys, *out_of_sight) if key not in lacking]
         stores.tier.refresh([slot for slot in slots if slot is not None])
     if is_distinct and not stores.has_further_keys:
         chosen.choose_all(blocks, keys, all_keys)

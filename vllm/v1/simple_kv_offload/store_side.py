@@ -259,14 +259,12 @@ class StoreSide:
         if not candidates:
             return
         owner = f"store of {request_id}" if request_id is not None else "lazy store"
-        device = Lease(self.stores.device, candidates.blocks, owner)
+        device = Lease(self.stores.device, candidates.blocks, owner, to_front=to_front)
         keys = candidates.contents
         # What goes back to the front is given last first.
         staged = self._tier.stage_for(keys, backwards=to_front)
         slots = Lease.adopt(self._tier.pool, staged, owner)
-        self.planned.append(
-            Transfer(owner, device, slots, keys, request_id=request_id, device_to_front=to_front)
-        )
+        self.planned.append(Transfer(owner, device, slots, keys, request_id=request_id))
         self.in_flight.update(keys.all_keys())
         self.ledger.scheduled += len(candidates)
 
@@ -416,6 +414,22 @@ class StoreSide:
     def num_pending_blocks(self) -> int:
         """Blocks of stores that are planned or running."""
         return sum(map(len, self.planned)) + sum(map(len, self.table.transfers))
+
+    @property
+    def num_returning_blocks(self) -> int:
+        """Device blocks that come back to the front of the free list when a copy ends, whoever copies them."""
+        return sum(len(hold.blocks) for hold in self.stores.device.leases.values() if hold.to_front)
+
+    def copied_by_others(self) -> list[BlockHashWithGroupId]:
+        """What other connectors copy of that: about to be handed out like the rest, but out of sight meanwhile."""
+        own = {id(transfer.device_lease) for transfer in (*self.planned, *self.table.transfers)}
+        return [
+            block.block_hash
+            for lease, hold in self.stores.device.leases.items()
+            if hold.to_front and lease not in own
+            for block in hold.blocks
+            if block.block_hash is not None
+        ]
 
     def holds_idle_device_blocks(self) -> bool:
         """Whether a running store is the only holder of some device block."""

@@ -138,10 +138,10 @@ class Transfer:
            └────────────────────────────────► DISCARDED
 
     It ends once, in DONE, FAILED or DISCARDED, and its end releases both leases. ``keys[i]`` are the
-    keys that target block i gets (stores only). ``device_to_front``: being copied is no sign of use.
+    keys that target block i gets (stores only).
     """
 
-    __slots__ = ("_contents", "_device", "_front", "_state", "_tier", "owner", "request_id")
+    __slots__ = ("_contents", "_device", "_state", "_tier", "owner", "request_id")
 
     def __init__(
         self,
@@ -151,7 +151,6 @@ class Transfer:
         keys: Sequence[tuple[StagedKey, ...]] = (),
         *,
         request_id: str | None = None,
-        device_to_front: bool = False,
     ) -> None:
         check(
             len(device.blocks) == len(tier.blocks),
@@ -166,7 +165,6 @@ class Transfer:
         self.keys = keys
         self._device = device
         self._tier = tier
-        self._front = device_to_front
         self._state = TransferState.PLANNED
 
     @property
@@ -187,6 +185,11 @@ class Transfer:
     def ended(self) -> bool:
         """True once both leases are released."""
         return self._state in ENDED
+
+    @property
+    def device_lease(self) -> Lease:
+        """What holds the blocks of the device tier."""
+        return self._device
 
     @property
     def device_blocks(self) -> Sequence[KVCacheBlock]:
@@ -244,7 +247,7 @@ class Transfer:
     def _end(self, state: TransferState) -> TransferState:
         self._move(state)
         self._tier.release()
-        self._device.release(to_front=self._front)
+        self._device.release()
         return state
 
 
