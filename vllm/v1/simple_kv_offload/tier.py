@@ -250,13 +250,11 @@ class Tier:
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> int:
         """Make content unfindable under these keys; who holds the slots keeps them. Returns the slots."""
-        wanted, count = list(keys), 0
         # Engines of a shared pool may have stored the same content in several slots.
-        while slots := {block.block_id for key in wanted if (block := self.get(key)) is not None}:
-            self.evict(slots)
-            count += len(slots)
-        self.withdrawals += count > 0
-        return count
+        slots = self.pool.cached_block_hash_to_block.ids_under(keys)
+        self.evict(slots)
+        self.withdrawals += bool(slots)
+        return len(slots)
 
     def evict(self, slots: Iterable[int]) -> None:
         """Make these slots unfindable; who holds them keeps them."""
