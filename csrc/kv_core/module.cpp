@@ -28,7 +28,7 @@ PyObject* select_portable_sha256(PyObject*, PyObject* portable) {
 PyMethodDef functions[] = {
     {"select_portable_sha256", select_portable_sha256, METH_O, nullptr},
     {"make_blocks", fast(make_blocks), METH_FASTCALL, nullptr},
-    {"take", fast(take), METH_FASTCALL, nullptr},
+    {"bind_take", fast(bind_take), METH_FASTCALL, nullptr},
     {"touch", fast(touch), METH_FASTCALL, nullptr},
     {"look_ahead", fast(look_ahead), METH_FASTCALL, nullptr},
     {"find_cached", fast(find_cached), METH_FASTCALL, nullptr},
@@ -59,7 +59,7 @@ PyMODINIT_FUNC PyInit__kv_core() {
   PyObject* module = PyModule_Create(&kv_core::definition);
   if (module == nullptr) return nullptr;
   if (kv_core::find_invariant_error() && kv_core::add_block_type(module) && kv_core::add_queue_type(module) &&
-      kv_core::add_tally_type(module)) {
+      kv_core::add_tally_type(module) && kv_core::add_index_type(module)) {
     return module;
   }
   Py_DECREF(module);

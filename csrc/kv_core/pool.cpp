@@ -1,7 +1,10 @@
 // The loops of the pool: allocate with eviction, touch, release.
 #include "records.h"
 
+#include <algorithm>
 #include <cstring>
+#include <string_view>
+#include <vector>
 
 namespace kv_core {
 
@@ -31,43 +34,123 @@ PyType_Spec tally_spec = {"vllm._kv_core.Tally", sizeof(Tally), 0, Py_TPFLAGS_DE
 
 // Removes `block` from the entry of its key in the index: a block, or a dict of blocks by id where several hold the
 // same content. Another block's entry stays.
-bool forget(PyObject* index, Block* block) {
-  PyObject* entry = PyDict_GetItemWithError(index, block->hash);
-  if (entry == as_object(block)) return PyDict_DelItem(index, block->hash) == 0;
-  if (entry == nullptr || !PyDict_Check(entry)) return !PyErr_Occurred();
+bool forget(Index* index, Block* block) {
+  const uint64_t place = find_entry(index, block->hash, hash_of(block->hash));
+  if (place == kNowhere) return true;
+  PyObject* entry = index->entries[place].value;
+  if (entry == as_object(block)) {
+    erase_entry(index, place);
+    return true;
+  }
+  if (!PyDict_Check(entry)) return true;
   PyObject* id = PyLong_FromLong(block->id);
   if (id == nullptr) return false;
   const int found = PyDict_Contains(entry, id);
-  bool ok = found >= 0 && (found == 0 || PyDict_DelItem(entry, id) == 0);
+  const bool ok = found >= 0 && (found == 0 || PyDict_DelItem(entry, id) == 0);
   Py_DECREF(id);
   if (!ok) return false;
   const Py_ssize_t left = PyDict_Size(entry);
-  if (left == 0) return PyDict_DelItem(index, block->hash) == 0;
-  if (left > 1) return true;
+  if (left == 0) erase_entry(index, place);
+  if (left != 1) return true;
   Py_ssize_t position = 0;
   PyObject *key = nullptr, *last = nullptr;
   PyDict_Next(entry, &position, &key, &last);
-  Py_INCREF(last);
-  ok = PyDict_SetItem(index, block->hash, last) == 0;
-  Py_DECREF(last);
-  return ok;
+  assign(index->entries[place].value, last);
+  return true;
 }
+
+// What is asked of a block: first the text of its hash, and later its place in the index.
+void expect_text(const Block* block) {
+  if (block->hash == nullptr) return;
+  __builtin_prefetch(block->hash);
+  __builtin_prefetch(reinterpret_cast<const char*>(block->hash) + 64);
+}
+
+void expect_place(const Index* index, const Block* block) {
+  if (block->hash != nullptr) expect_entry(index, hash_of(block->hash));
+}
+
+constexpr int kAhead = 8;  // blocks between a fetch and the use of what it brings
+
+// Runs ahead of a walk over the queue, so that what the walk asks of a block is on its way when it gets there: first the
+// block's hash, then its place in the index.
+class Scout {
+ public:
+  Scout(const Queue* queue, const Index* index) : first_(queue->head->next), second_(first_), end_(queue->tail), index_(index) {
+    for (int i = 0; i < kAhead; ++i) step_first();
+    for (int i = 0; i < kAhead; ++i) step();
+  }
+  void step() {
+    step_first();
+    if (index_ == nullptr || is_over(second_)) return;
+    expect_place(index_, second_);
+    second_ = second_->next;
+  }
+
+ private:
+  bool is_over(const Block* block) const { return block == nullptr || block == end_; }
+  void step_first() {
+    if (is_over(first_)) return;
+    expect_text(first_);
+    first_ = first_->next;
+  }
+
+  const Block* first_;
+  const Block* second_;
+  const Block* end_;
+  const Index* index_;
+};
 
 // What `block.owner` is for this pool; borrowed.
 bool is_owned(const Block* block, PyObject* pool, PyObject* weak) {
   return block->owner != nullptr && (block->owner == weak || block->owner == pool);
 }
 
-bool ends_with(PyObject* hash, const Items& suffixes) {
-  const char* bytes = PyBytes_AsString(hash);
-  const Py_ssize_t size = PyBytes_Size(hash);
-  for (Py_ssize_t i = 0, n = suffixes.size(); i < n; ++i) {
-    const Py_ssize_t length = PyBytes_Size(suffixes[i]);
-    if (length < 0) return false;
-    if (length <= size && std::memcmp(bytes + size - length, PyBytes_AsString(suffixes[i]), length) == 0) return true;
+// What hashes may end with.
+class Suffixes {
+ public:
+  explicit Suffixes(PyObject* texts) : texts_(texts) {
+    for (Py_ssize_t i = 0; texts_.ok() && i < texts_.size(); ++i) {
+      char* text = nullptr;
+      Py_ssize_t size = 0;
+      if (PyBytes_AsStringAndSize(texts_[i], &text, &size) != 0) return;
+      all_.emplace_back(text, size_t(size));
+    }
   }
-  return false;
-}
+  bool ok() const { return texts_.ok() && Py_ssize_t(all_.size()) == texts_.size(); }
+  bool end(PyObject* hash) const {
+    const std::string_view text(PyBytes_AsString(hash), size_t(PyBytes_Size(hash)));
+    for (const std::string_view suffix : all_) {
+      if (text.size() >= suffix.size() && text.substr(text.size() - suffix.size()) == suffix) return true;
+    }
+    return false;
+  }
+
+ private:
+  Items texts_;
+  std::vector<std::string_view> all_;
+};
+
+// A list that is made as long as it may get, and cut when it is done.
+class Rows {
+ public:
+  explicit Rows(Py_ssize_t most) : list_(PyList_New(most)), most_(most) {}
+  ~Rows() { Py_XDECREF(list_); }
+  Rows(const Rows&) = delete;
+  Rows& operator=(const Rows&) = delete;
+  bool ok() const { return list_ != nullptr; }
+  void add(PyObject* item) {
+    Py_INCREF(item);
+    PyList_SetItem(list_, count_++, item);
+  }
+  // Borrowed; null with an error.
+  PyObject* done() { return PyList_SetSlice(list_, count_, most_, nullptr) == 0 ? list_ : nullptr; }
+
+ private:
+  PyObject* list_;
+  Py_ssize_t most_;
+  Py_ssize_t count_ = 0;
+};
 
 // A list of `value(block)` for each of the blocks.
 template <typename Value>
@@ -99,30 +182,63 @@ bool add_tally_type(PyObject* module) {
   return tally_type != nullptr && PyModule_AddObjectRef(module, "Tally", reinterpret_cast<PyObject*>(tally_type)) == 0;
 }
 
-// take(queue, index, tally, count) -> list: the front of the queue, each block with one reference and without its hash,
-// which leaves the index and is counted.
-PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("take", count, 4)) return nullptr;
-  if (!PyObject_TypeCheck(args[0], queue_type) || !PyDict_Check(args[1]) || Py_TYPE(args[2]) != tally_type) {
-    PyErr_SetString(PyExc_TypeError, "take needs a native queue, a dict and a native tally");
-    return nullptr;
-  }
-  const Py_ssize_t number = PyLong_AsSsize_t(args[3]);
+namespace {
+
+// Blocks are mostly taken one at a time: what the next two times need is fetched meanwhile.
+void expect_next_takes(const Queue* queue, const Index* index) {
+  const Block* first = queue->head->next;
+  const Block* second = first == nullptr || first == queue->tail ? nullptr : first->next;
+  if (second == nullptr || second == queue->tail) return;
+  expect_place(index, first);
+  expect_text(second);
+  __builtin_prefetch(second->next);
+}
+
+// The function that `bind_take` returns; `bound` is a tuple of queue, index, tally and dict of further keys.
+PyObject* take(PyObject* bound, PyObject* count) {
+  if (PyDict_Size(PyTuple_GetItem(bound, 3)) != 0) Py_RETURN_NONE;
+  const Py_ssize_t number = PyLong_AsSsize_t(count);
   if (number == -1 && PyErr_Occurred()) return nullptr;
-  PyObject* taken = pop_front(reinterpret_cast<Queue*>(args[0]), number);
+  Queue* queue = reinterpret_cast<Queue*>(PyTuple_GetItem(bound, 0));
+  Index* index = reinterpret_cast<Index*>(PyTuple_GetItem(bound, 1));
+  PyObject* taken = pop_front(queue, number);
+  const auto block_at = [&taken](Py_ssize_t i) { return reinterpret_cast<Block*>(PyList_GetItem(taken, i)); };
   for (Py_ssize_t i = 0; taken != nullptr && i < number; ++i) {
-    Block* block = reinterpret_cast<Block*>(PyList_GetItem(taken, i));
+    if (i + 2 * kAhead < number) expect_text(block_at(i + 2 * kAhead));
+    if (i + kAhead < number) expect_place(index, block_at(i + kAhead));
+    Block* block = block_at(i);
     block->references = 1;
     if (block->hash == nullptr) continue;
-    if (!forget(args[1], block)) {
+    if (!forget(index, block)) {
       Py_CLEAR(taken);
       break;
     }
-    reinterpret_cast<Tally*>(args[2])->evicted += 1;
+    reinterpret_cast<Tally*>(PyTuple_GetItem(bound, 2))->evicted += 1;
     Py_CLEAR(block->hash);
     block->num_tokens = kNoTokens;
   }
+  if (taken != nullptr) expect_next_takes(queue, index);
   return taken;
+}
+
+PyMethodDef take_definition = {"take", take, METH_O, nullptr};
+
+}  // namespace
+
+// bind_take(queue, index, tally, further_keys) -> function of a count, which returns a list: the front of the queue, each block
+// with one reference and without its hash, which leaves the index and is counted. None, and no change, while `further_keys` is
+// not empty.
+PyObject* bind_take(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (wrong_count("bind_take", count, 4)) return nullptr;
+  if (!PyObject_TypeCheck(args[0], queue_type) || Py_TYPE(args[2]) != tally_type || !PyDict_Check(args[3])) {
+    PyErr_SetString(PyExc_TypeError, "bind_take needs a native queue, index and tally, and a dict");
+    return nullptr;
+  }
+  if (as_index(args[1]) == nullptr) return nullptr;
+  PyObject* bound = PyTuple_Pack(4, args[0], args[1], args[2], args[3]);
+  PyObject* function = bound == nullptr ? nullptr : PyCFunction_New(&take_definition, bound);
+  Py_XDECREF(bound);
+  return function;
 }
 
 // touch(pool, queue, blocks) -> None, or a list of blocks of other pools: one more reference for each of the pool's own,
@@ -163,22 +279,24 @@ PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // or None); it stops at the first that is lacking.
 PyObject* look_ahead(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (wrong_count("look_ahead", count, 3)) return nullptr;
-  if (!PyObject_TypeCheck(args[0], queue_type) || !PyDict_Check(args[2])) {
-    PyErr_SetString(PyExc_TypeError, "look_ahead needs a native queue and a dict");
+  if (!PyObject_TypeCheck(args[0], queue_type)) {
+    PyErr_SetString(PyExc_TypeError, "look_ahead needs a native queue");
     return nullptr;
   }
-  const Py_ssize_t depth = PyLong_AsSsize_t(args[1]);
+  const Index* index = as_index(args[2]);
+  const Py_ssize_t depth = index == nullptr ? -1 : PyLong_AsSsize_t(args[1]);
   if (depth == -1 && PyErr_Occurred()) return nullptr;
   const Queue* queue = reinterpret_cast<Queue*>(args[0]);
+  Scout scout(queue, index);
   Block* last = nullptr;
-  int found = 1;
+  bool lacks = false;
   Block* block = queue->head->next;
-  for (Py_ssize_t i = 0; i < depth && found == 1 && block != nullptr && block != queue->tail; ++i, block = block->next) {
+  for (Py_ssize_t i = 0; i < depth && !lacks && block != nullptr && block != queue->tail; ++i, block = block->next) {
+    scout.step();
     last = block;
-    if (block->hash != nullptr) found = PyDict_Contains(args[2], block->hash);
+    lacks = block->hash != nullptr && find_entry(index, block->hash, hash_of(block->hash)) == kNowhere;
   }
-  if (found < 0) return nullptr;
-  return PyTuple_Pack(2, found == 0 ? Py_True : Py_False, last == nullptr ? Py_None : as_object(last));
+  return PyTuple_Pack(2, lacks ? Py_True : Py_False, last == nullptr ? Py_None : as_object(last));
 }
 
 // find_cached(queue, depth, suffixes, unwanted) -> (blocks, hashes, last): of the first `depth` blocks those whose hash ends
@@ -191,41 +309,47 @@ PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   const Py_ssize_t depth = PyLong_AsSsize_t(args[1]);
   if (depth == -1 && PyErr_Occurred()) return nullptr;
-  Items suffixes(args[2]);
+  const Suffixes suffixes(args[2]);
   if (!suffixes.ok()) return nullptr;
   const bool all_wanted = PySet_Size(args[3]) == 0;
   const Queue* queue = reinterpret_cast<Queue*>(args[0]);
+  const Py_ssize_t most = std::max<Py_ssize_t>(0, std::min(depth, queue->size));
+  Rows blocks(most), hashes(most);
+  if (!blocks.ok() || !hashes.ok()) return nullptr;
+  Scout scout(queue, nullptr);
   Block *last = nullptr, *block = queue->head->next;
-  PyObject *blocks = PyList_New(0), *hashes = PyList_New(0);
-  bool ok = blocks != nullptr && hashes != nullptr;
-  for (Py_ssize_t i = 0; ok && i < depth && block != nullptr && block != queue->tail; ++i, block = block->next) {
+  for (Py_ssize_t i = 0; i < most && block != nullptr && block != queue->tail; ++i, block = block->next) {
+    scout.step();
     last = block;
-    if (block->hash == nullptr || !ends_with(block->hash, suffixes)) continue;
+    if (block->hash == nullptr || !suffixes.end(block->hash)) continue;
     const int unwanted = all_wanted ? 0 : PySet_Contains(args[3], block->hash);
-    if (unwanted == 0) ok = PyList_Append(blocks, as_object(block)) == 0 && PyList_Append(hashes, block->hash) == 0;
-    if (unwanted < 0) ok = false;
+    if (unwanted < 0) return nullptr;
+    if (unwanted > 0) continue;
+    blocks.add(as_object(block));
+    hashes.add(block->hash);
   }
-  PyObject* found = nullptr;
-  if (ok && !PyErr_Occurred()) found = PyTuple_Pack(3, blocks, hashes, last == nullptr ? Py_None : as_object(last));
-  Py_XDECREF(blocks);
-  Py_XDECREF(hashes);
-  return found;
+  PyObject *found = blocks.done(), *keys = hashes.done();
+  if (found == nullptr || keys == nullptr) return nullptr;
+  return PyTuple_Pack(3, found, keys, last == nullptr ? Py_None : as_object(last));
 }
 
 // lacking(index, hashes) -> list: those of the hashes that the index has no entry for, in order.
 PyObject* lacking(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (wrong_count("lacking", count, 2)) return nullptr;
-  if (!PyDict_Check(args[0])) {
-    PyErr_SetString(PyExc_TypeError, "lacking needs a dict");
-    return nullptr;
-  }
+  const Index* index = as_index(args[0]);
+  if (index == nullptr) return nullptr;
   Items hashes(args[1]);
   if (!hashes.ok()) return nullptr;
   PyObject* absent = PyList_New(0);
   bool ok = absent != nullptr;
   for (Py_ssize_t i = 0, n = hashes.size(); ok && i < n; ++i) {
-    const int found = PyDict_Contains(args[0], hashes[i]);
-    ok = found > 0 || (found == 0 && PyList_Append(absent, hashes[i]) == 0);
+    PyObject* hash = hashes[i];
+    if (!PyBytes_Check(hash)) {
+      PyErr_SetString(PyExc_TypeError, "keys of the index are bytes");
+      ok = false;
+    } else if (index->used == 0 || find_entry(index, hash, hash_of(hash)) == kNowhere) {
+      ok = PyList_Append(absent, hash) == 0;
+    }
   }
   if (!ok) Py_CLEAR(absent);
   return absent;
@@ -268,10 +392,10 @@ PyObject* count_before(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return PyLong_FromSsize_t(before);
 }
 
-// release(pool, blocks, idle) -> None, or a list of blocks of other pools: one reference less for each of the pool's own;
-// those nobody holds now are appended to `idle`. Null blocks are skipped.
+// release(pool, blocks, cached, uncached) -> None, or a list of blocks of other pools: one reference less for each of the pool's
+// own; those nobody holds now are appended to `cached` if they have a hash, else to `uncached`. Null blocks are skipped.
 PyObject* release(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("release", count, 3)) return nullptr;
+  if (wrong_count("release", count, 4)) return nullptr;
   Items items(args[1]);
   if (!items.ok()) return nullptr;
   PyObject* weak = weak_reference(args[0]);
@@ -288,7 +412,7 @@ PyObject* release(PyObject*, PyObject* const* args, Py_ssize_t count) {
       PyErr_Format(invariant_error, "block %d is freed but nobody holds it", block->id);
       ok = false;
     } else if (--block->references == 0) {
-      ok = PyList_Append(args[2], as_object(block)) == 0;
+      ok = PyList_Append(block->hash != nullptr ? args[2] : args[3], as_object(block)) == 0;
     }
   }
   Py_XDECREF(weak);

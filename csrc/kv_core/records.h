@@ -39,7 +39,25 @@ struct Tally {
   Py_ssize_t evicted;
 };
 
+struct Entry {
+  PyObject* key;  // bytes
+  PyObject* value;
+};
+
+// A table with open addressing: an entry is at the home of its key's hash or behind it, with no empty place between.
+struct Index {
+  PyObject ob_base;
+  Entry* entries;
+  uint32_t* hashes;  // behind the entries; 0: an empty place
+  uint64_t capacity;
+  Py_ssize_t used;
+  Py_ssize_t expected;
+};
+
+constexpr uint64_t kNowhere = UINT64_MAX;
+
 extern PyTypeObject* block_type;
+extern PyTypeObject* index_type;
 extern PyTypeObject* tally_type;
 extern PyTypeObject* queue_type;
 extern PyObject* invariant_error;
@@ -89,15 +107,24 @@ class Items {
 };
 
 bool add_block_type(PyObject* module);
+bool add_index_type(PyObject* module);
 bool add_queue_type(PyObject* module);
 bool add_tally_type(PyObject* module);
+// Null with TypeError for anything else.
+Index* as_index(PyObject* object);
+uint32_t hash_of(PyObject* key);
+// Where the entry of a key is, or kNowhere.
+uint64_t find_entry(const Index* index, PyObject* key, uint32_t hash);
+// The entry will be looked for soon.
+void expect_entry(const Index* index, uint32_t hash);
+void erase_entry(Index* index, uint64_t place);
 // Takes a queued block out; false with RuntimeError if it is not queued.
 bool unlink(Queue* queue, Block* block);
 // A new list of the first `count` blocks, out of the queue; null with ValueError if there are fewer.
 PyObject* pop_front(Queue* queue, Py_ssize_t count);
 
 PyObject* make_blocks(PyObject*, PyObject* const* args, Py_ssize_t count);
-PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* bind_take(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* look_ahead(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count);

@@ -7,6 +7,7 @@ users of this module hold and fall back to; both are tested against each other.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from vllm import envs
@@ -20,12 +21,17 @@ class NativeCore(Protocol):
 
     KVCacheBlock: Any
     FreeQueue: Any
+    Index: Any
     Tally: Any
 
     def make_blocks(self, count: int, pool: object, /) -> list[Any]: ...
-    def take(self, queue: object, index: object, tally: object, count: int, /) -> list[Any]: ...
+    def bind_take(
+        self, queue: object, index: object, tally: object, further_keys: object, /
+    ) -> Callable[[int], list[Any] | None]: ...
     def touch(self, pool: object, queue: object, blocks: object, /) -> list[Any] | None: ...
-    def release(self, pool: object, blocks: object, idle: list[Any], /) -> list[Any] | None: ...
+    def release(
+        self, pool: object, blocks: object, cached: list[Any], uncached: list[Any], /
+    ) -> list[Any] | None: ...
     def look_ahead(self, queue: object, depth: int, index: object, /) -> tuple[bool, Any]: ...
     def find_cached(
         self, queue: object, depth: int, suffixes: object, unwanted: object, /

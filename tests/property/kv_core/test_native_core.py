@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from vllm.utils.native_core import NativeCore, native_core
 from vllm.v1.core.block_hasher import hash_block_tokens
 from vllm.v1.core.block_ops import (
     PythonTally,
+    make_entries,
     python_block_ids,
     python_count_before,
     python_find_cached,
@@ -45,16 +48,28 @@ class Side:
     """Blocks, queue, index and loops of one implementation, driven by words."""
 
     def __init__(
-        self, block: Any, queue: Any, tally: Any, take: Any, touch: Any, release: Any, look: Any, views: Any
+        self,
+        block: Any,
+        queue: Any,
+        index: Any,
+        tally: Any,
+        bind_take: Any,
+        touch: Any,
+        release: Any,
+        look: Any,
+        views: Any,
     ) -> None:
         self.pool, self.other = Pool(), Pool()
         self.blocks = [block(i, pool=self.pool) for i in range(NUM_BLOCKS)]
         self.blocks[0].is_null = True
         self.strangers = [block(50, ref_cnt=1, pool=self.other), block(51, ref_cnt=1)]
         self.queue = queue(block(-1), block(-1), self.blocks[1:])
-        self.index: dict[bytes, Any] = {}
+        self.index: Any = index()
+        self._new_index = index
         self.tally = tally()
-        self._take, self._touch, self._release, self._look_ahead = take, touch, release, look
+        self.further_keys: dict[int, Any] = {}
+        self._take = bind_take(self.queue, self.index, self.tally, self.further_keys)
+        self._touch, self._release, self._look_ahead = touch, release, look
         self._find_cached, self._count_before, self._lacking, self._block_ids, self._token_counts = views
 
     def pick(self, numbers: Sequence[int]) -> list[Any]:
@@ -62,18 +77,27 @@ class Side:
         return [everyone[n % len(everyone)] for n in numbers]
 
     def take(self, numbers: Sequence[int]) -> object:
-        return ids(self._take(self.queue, self.index, self.tally, len(numbers)))
+        return ids(self._take(len(numbers)))
+
+    def take_beside_further_keys(self, numbers: Sequence[int]) -> object:
+        self.further_keys[1] = {}
+        try:
+            return self._take(len(numbers))
+        finally:
+            self.further_keys.clear()
 
     def touch(self, numbers: Sequence[int]) -> object:
         return ids(self._touch(self.pool, self.queue, self.pick(numbers)))
 
     def free(self, numbers: Sequence[int]) -> object:
-        idle: list[Any] = []
+        cached: list[Any] = []
+        uncached: list[Any] = []
         try:
-            return ids(self._release(self.pool, iter(self.pick(numbers)), idle)), ids(idle)
+            foreign = self._release(self.pool, iter(self.pick(numbers)), cached, uncached)
+            return ids(foreign), ids(cached), ids(uncached)
         finally:
-            self.queue.append_n(tuple(idle[::2]))
-            self.queue.prepend_n(idle[1::2])
+            self.queue.append_n(tuple(cached))
+            self.queue.prepend_n(uncached)
 
     def cache(self, numbers: Sequence[int]) -> None:
         """The first block gets a key, beside others with the same one."""
@@ -111,7 +135,9 @@ class Side:
 
     def look(self, numbers: Sequence[int]) -> object:
         """The index of another pool, which has one of the keys."""
-        lacks, last = self._look_ahead(self.queue, numbers[0], {KEYS[numbers[-1] % len(KEYS)]: None})
+        index = self._new_index()
+        index[KEYS[numbers[-1] % len(KEYS)]] = None
+        lacks, last = self._look_ahead(self.queue, numbers[0], index)
         return lacks, None if last is None else last.block_id
 
     def survey(self, numbers: Sequence[int]) -> object:
@@ -155,8 +181,9 @@ def both_sides() -> tuple[Side, Side]:
         Side(
             PythonBlock,
             PythonLinkedQueue,
+            dict,
             PythonTally,
-            python_take,
+            lambda *bound: partial(python_take, *bound),
             python_touch,
             python_release,
             python_look_ahead,
@@ -171,8 +198,9 @@ def both_sides() -> tuple[Side, Side]:
         Side(
             native.KVCacheBlock,
             native.FreeQueue,
+            native.Index,
             native.Tally,
-            native.take,
+            native.bind_take,
             native.touch,
             native.release,
             native.look_ahead,
@@ -197,6 +225,7 @@ def outcome(work: Callable[[Sequence[int]], object], numbers: Sequence[int]) -> 
 words = st.sampled_from(
     (
         "take",
+        "take_beside_further_keys",
         "touch",
         "free",
         "cache",
@@ -234,7 +263,7 @@ def test_native_blocks_are_not_leaked(steps: list[tuple[str, list[int]]]) -> Non
         outcome(getattr(native, word), numbers)
     blocks = native.blocks
     native.index.clear()
-    del native.queue
+    del native.queue, native._take
     assert all(block.prev_free_block is block.next_free_block is None for block in blocks)
     fresh = [core().KVCacheBlock(1)]
     assert {sys.getrefcount(block) for block in blocks} == {sys.getrefcount(block) for block in fresh}
@@ -275,7 +304,9 @@ def test_wrong_values_are_refused() -> None:
     with pytest.raises(RuntimeError, match="once"):
         queue.__init__(block, block, [])
     with pytest.raises(TypeError, match="native queue"):
-        native.take([], {}, native.Tally(), 1)
+        native.bind_take([], native.Index(), native.Tally(), {})
+    with pytest.raises(TypeError, match="native index"):
+        native.bind_take(queue, {}, native.Tally(), {})
     with pytest.raises(TypeError, match="a set"):
         native.find_cached(queue, 1, (), [])
     block.block_hash = b"x"
@@ -285,17 +316,96 @@ def test_wrong_values_are_refused() -> None:
     queue.remove(block)
     with pytest.raises(TypeError, match="a set"):
         native.count_before(queue, 1, [])
-    with pytest.raises(TypeError, match="a dict"):
-        native.lacking(set(), [])
+    with pytest.raises(TypeError, match="native index"):
+        native.lacking({}, [])
+    with pytest.raises(TypeError, match="bytes"):
+        native.lacking(native.Index(), ["x"])
+    with pytest.raises(TypeError, match="native index"):
+        native.look_ahead(queue, 1, {})
     with pytest.raises(TypeError, match="native block"):
         native.block_ids([PythonBlock(1)])
     with pytest.raises(TypeError, match="takes 4 arguments"):
-        native.take(queue)  # type: ignore[call-arg]
+        native.bind_take(queue)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="out of range"):
         native.make_blocks(-1, None)
     queue.num_free_blocks = 1
     with pytest.raises(RuntimeError, match="shorter than its count"):
         queue.popleft()
+
+
+class Filed:
+    """An entry's value; how many there are shows whether the table keeps or loses references."""
+
+
+def do(table: Any, word: str, key: bytes, value: Filed) -> object:
+    """One operation of a dict, or what it raises."""
+    try:
+        match word:
+            case "set":
+                table[key] = value
+            case "delete":
+                del table[key]
+            case "setdefault":
+                return table.setdefault(key, value)
+            case "pop":
+                return table.pop(key)
+            case "pop or":
+                return table.pop(key, value)
+            case "get":
+                return table[key], table.get(key), table.get(key, value), key in table
+            case "clear":
+                table.clear()
+    except KeyError as error:
+        return str(error)
+    return None
+
+
+table_words = st.sampled_from(("set", "set", "set", "setdefault", "delete", "pop", "pop or", "get", "clear"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from((0, 5, 40, 1000)),
+    st.lists(st.tuples(table_words, st.integers(0, 40)), max_size=200),
+)
+def test_the_index_does_what_a_dict_does(expected: int, steps: list[tuple[str, int]]) -> None:
+    table, reference = make_entries(expected), dict[bytes, Filed]()
+    for word, number in steps:
+        value, key = Filed(), b"key %d" % number
+        if word == "clear" and number % 8:
+            continue  # seldom, or nothing ever grows
+        # The key of the table is equal, not the same.
+        assert do(table, word, bytes(bytearray(key)), value) == do(reference, word, key, value)
+        assert len(table) == len(reference)
+    assert table == reference
+    assert dict(table.items()) == reference
+    assert sorted(table) == sorted(reference)
+    assert sorted(map(id, table.values())) == sorted(map(id, reference.values()))
+    assert copy.copy(table) == table.copy() == reference
+    held = [sys.getrefcount(value) for value in reference.values()]
+    del table
+    assert [sys.getrefcount(value) for value in reference.values()] == [count - 1 for count in held]
+
+
+def test_the_index_stays_right_while_it_is_full_and_emptied_from_the_front() -> None:
+    table = core().Index(1000)
+    keys = [b"%d" % n for n in range(5000)]
+    for n, key in enumerate(keys):  # never more than it expects
+        table[key] = n
+        if n >= 1000:
+            assert table.pop(keys[n - 1000]) == n - 1000
+        assert len(table) == min(n + 1, 1000)
+    assert sorted(table.items()) == sorted((key, n) for n, key in enumerate(keys) if n >= 4000)
+    for n in range(5000, 9000):  # far more
+        table[b"%d" % n] = n
+    assert [table[b"%d" % n] for n in range(4000, 9000)] == list(range(4000, 9000))
+    for wrong in (1, "key", None):
+        with pytest.raises(TypeError, match="bytes"):
+            table[wrong] = 1
+        with pytest.raises(TypeError, match="bytes"):
+            table.get(wrong)
+    with pytest.raises(ValueError, match="out of range"):
+        core().Index(-1)
 
 
 @pytest.fixture(params=[False, True], ids=["best", "portable"])

@@ -32,7 +32,7 @@ from vllm.v1.core.block_hasher import (
     generate_block_hash_extra_keys,
     to_event_extra_keys,
 )
-from vllm.v1.core.block_ops import IndexEntries, Tally, forget_block, lacking, look_ahead
+from vllm.v1.core.block_ops import IndexEntries, Tally, forget_block, lacking, look_ahead, make_entries
 from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
@@ -43,21 +43,33 @@ class BlockHashToBlockMap:
     Equal content is not merged: block ids that a request already knows never change.
     """
 
-    __slots__ = ("_cache",)
+    __slots__ = ("entries",)
 
-    def __init__(self) -> None:
-        self._cache: IndexEntries = {}
+    def __init__(self, expected: int = 0) -> None:
+        self.entries = make_entries(expected)
+        """Changed in place only: allocations hold on to it."""
+
+    @property
+    def _cache(self) -> IndexEntries:
+        """The name under which outside code reads and replaces the entries."""
+        return self.entries
+
+    @_cache.setter
+    def _cache(self, entries: IndexEntries) -> None:
+        replaced = dict(entries.items())
+        self.entries.clear()
+        self.entries.update(replaced)
 
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """Any block with this content, the longest registered one first; None if there is none."""
-        entry = self._cache.get(key)
+        entry = self.entries.get(key)
         if isinstance(entry, dict):
             return next(iter(entry.values()))
         return entry
 
     def get_run(self, block_hashes: Sequence[BlockHash], group_id: int) -> list[KVCacheBlock]:
         """Blocks for the hashes in order, up to the first miss."""
-        get = self._cache.get
+        get = self.entries.get
         suffix = make_block_hash_with_group_id(BlockHash(b""), group_id)
         run: list[KVCacheBlock] = []
         for block_hash in block_hashes:
@@ -69,18 +81,18 @@ class BlockHashToBlockMap:
 
     def lacking(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """Those of the keys that no block is registered under."""
-        return lacking(self._cache, keys)
+        return lacking(self.entries, keys)
 
     def covers(self, queue: FreeKVCacheBlockQueue, depth: int) -> tuple[bool, KVCacheBlock | None]:
         """Whether what the first `depth` blocks of another pool's queue hold is here too; also the last one looked at."""
-        lacks, last = look_ahead(queue, depth, self._cache)
+        lacks, last = look_ahead(queue, depth, self.entries)
         return not lacks, last
 
     def ids_under(self, keys: Iterable[BlockHashWithGroupId]) -> list[int]:
         """Ids of all blocks that are registered under one of the keys, ascending."""
         found: set[int] = set()
         for key in keys:
-            entry = self._cache.get(key)
+            entry = self.entries.get(key)
             if isinstance(entry, dict):
                 found.update(entry)
             elif entry is not None:
@@ -89,33 +101,33 @@ class BlockHashToBlockMap:
 
     def contain(self, key: BlockHashWithGroupId, block_id: int) -> bool:
         """Whether this very block is registered under `key`."""
-        entry = self._cache.get(key)
+        entry = self.entries.get(key)
         if isinstance(entry, dict):
             return block_id in entry
         return entry is not None and entry.block_id == block_id
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         """Register `block` under `key`, beside other blocks with equal content."""
-        entry = self._cache.setdefault(key, block)
+        entry = self.entries.setdefault(key, block)
         if entry is block:
             return
         if isinstance(entry, dict):
             entry[block.block_id] = block
         else:
-            self._cache[key] = {entry.block_id: entry, block.block_id: block}
+            self.entries[key] = {entry.block_id: entry, block.block_id: block}
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
         """Remove one block from `key` and return it; None, and no change, if it is not there."""
-        return forget_block(self._cache, key, block_id)
+        return forget_block(self.entries, key, block_id)
 
     def clear(self) -> None:
         """Forget every entry."""
-        self._cache = {}
+        self.entries.clear()
 
     def blocks(self) -> list[KVCacheBlock]:
         """Every registered block, once per key it is registered under."""
         found: list[KVCacheBlock] = []
-        for entry in self._cache.values():
+        for entry in self.entries.values():
             if isinstance(entry, dict):
                 found.extend(entry.values())
             else:
@@ -123,7 +135,7 @@ class BlockHashToBlockMap:
         return found
 
     def __len__(self) -> int:
-        return len(self._cache)
+        return len(self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +198,10 @@ class BlockIndex:
         "tally",
     )
 
-    def __init__(self, enable_events: bool, medium: str, num_hash_lookahead_tokens: int) -> None:
-        self.map = BlockHashToBlockMap()
+    def __init__(
+        self, enable_events: bool, medium: str, num_hash_lookahead_tokens: int, expected_blocks: int = 0
+    ) -> None:
+        self.map = BlockHashToBlockMap(expected_blocks)
         self.secondary: dict[int, dict[BlockHashWithGroupId, int | None]] = {}
         """Block id → keys beyond the primary one → prefix tokens each covers."""
         self.tally = Tally()

@@ -6,7 +6,8 @@ metrics or requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,34 @@ from vllm.v1.core.block_hash import BlockHashWithGroupId
 from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue, FreeQueue, LinkedQueue, is_plain
 from vllm.v1.core.kv_cache_block import BlockOwner, KVCacheBlock
 
-IndexEntries = dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]]
+IndexEntries = MutableMapping[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]]
 """Index key → block, or → blocks by id where several hold the same content."""
+
+
+if native_core is None or TYPE_CHECKING:
+
+    def make_entries(expected: int) -> IndexEntries:
+        """No entries; mostly there will be `expected` at most."""
+        return {}
+
+else:
+
+    class NativeEntries(native_core.Index, MutableMapping):
+        """The native table with the rest of a dict's methods."""
+
+        __slots__ = ()
+
+        def __copy__(self) -> NativeEntries:
+            made = NativeEntries(len(self))
+            made.update(self)
+            return made
+
+        copy = __copy__
+
+        def __repr__(self) -> str:
+            return repr(dict(self.items()))
+
+    make_entries = NativeEntries
 
 
 class PythonTally:
@@ -34,7 +61,7 @@ if TYPE_CHECKING:
 else:
     Tally = PythonTally if native_core is None else native_core.Tally
 
-Take = Callable[[FreeQueue, IndexEntries, PythonTally, int], list[KVCacheBlock]]
+Take = Callable[[int], list[KVCacheBlock] | None]
 Touch = Callable[[BlockOwner, FreeQueue, Iterable[KVCacheBlock]], list[KVCacheBlock] | None]
 
 
@@ -56,11 +83,20 @@ def forget_block(index: IndexEntries, key: BlockHashWithGroupId, block_id: int) 
     return block
 
 
-def python_take(queue: FreeQueue, index: IndexEntries, tally: PythonTally, count: int) -> list[KVCacheBlock]:
+def python_take(
+    queue: FreeQueue,
+    index: IndexEntries,
+    tally: PythonTally,
+    further_keys: Mapping[int, object],
+    count: int,
+) -> list[KVCacheBlock] | None:
     """The first `count` blocks of the queue, each with one reference and without its hash.
 
-    The hashes leave the index and are counted. ValueError, and no change, if there are fewer blocks.
+    The hashes leave the index and are counted. ValueError, and no change, if there are fewer blocks. None, and no
+    change, while some block has further keys.
     """
+    if further_keys:
+        return None
     taken = queue.popleft_n(count)
     for block in taken:
         block.ref_cnt = 1
@@ -97,9 +133,12 @@ def python_touch(
 
 
 def python_release(
-    pool: BlockOwner, blocks: Iterable[KVCacheBlock], idle: list[KVCacheBlock]
+    pool: BlockOwner,
+    blocks: Iterable[KVCacheBlock],
+    cached: list[KVCacheBlock],
+    uncached: list[KVCacheBlock],
 ) -> list[KVCacheBlock] | None:
-    """One reference less for each of the pool's blocks; those nobody holds now are appended to `idle`.
+    """One reference less for each of the pool's blocks; those nobody holds now are appended to one of the lists.
 
     Null blocks are skipped. Returns the blocks of other pools, or None. InvariantError for a block nobody holds.
     """
@@ -115,18 +154,20 @@ def python_release(
             raise InvariantError(f"block {block.block_id} is freed but nobody holds it")
         block.ref_cnt = ref_cnt
         if ref_cnt == 0:
-            idle.append(block)
+            (uncached if block.block_hash is None else cached).append(block)
     return foreign or None
 
 
 release = python_release if native_core is None else native_core.release
 
 
-def operations_for(queue: FreeQueue) -> tuple[Take, Touch]:
-    """`take` and `touch` for a pool with this queue: the native ones know the links of the plain queue only."""
+def operations_for(
+    queue: FreeQueue, index: IndexEntries, tally: PythonTally, further_keys: Mapping[int, object]
+) -> tuple[Take, Touch]:
+    """`take` of a count and `touch` for a pool of these: the native ones know the links of the plain queue only."""
     if native_core is None or not is_plain(queue):
-        return python_take, python_touch
-    return native_core.take, native_core.touch
+        return partial(python_take, queue, index, tally, further_keys), python_touch
+    return native_core.bind_take(queue, index, tally, further_keys), native_core.touch
 
 
 def python_look_ahead(

@@ -108,8 +108,12 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.free_block_queue = make_free_queue(self.blocks[1:])
-        self._take, self._touch = operations_for(self.free_block_queue)
-        self.index = BlockIndex(enable_kv_cache_events, medium, num_hash_lookahead_tokens)
+        self.index = BlockIndex(enable_kv_cache_events, medium, num_hash_lookahead_tokens, num_gpu_blocks)
+        index = self.index
+        self._take, self._touch = operations_for(
+            self.free_block_queue, index.map.entries, index.tally, index.secondary
+        )
+        self._is_observed = enable_kv_cache_events or metrics_collector is not None
         self._num_evicted = 0  # besides those that the index tallies
         self.placer: BlockPlacer | None = None
         """Places freed blocks once somebody asked for contents to be kept; the tail of the queue otherwise."""
@@ -173,11 +177,9 @@ class BlockPool:
 
         ValueError, and no change, if there are fewer. Cached content of the taken blocks is evicted.
         """
-        index = self.index
         try:
-            if self.metrics_collector is None and not index.events_enabled and not index.secondary:
-                taken = self._take(self.free_block_queue, index.map._cache, index.tally, num_blocks)
-            else:
+            taken = None if self._is_observed else self._take(num_blocks)
+            if taken is None:
                 taken = self._take_observed(num_blocks)
         except ValueError:
             free = self.free_block_queue.num_free_blocks
@@ -220,9 +222,9 @@ class BlockPool:
         Blocks nobody holds any more join the free queue: those without a hash at the front (they can never be hit),
         cached ones at the tail. Null blocks are skipped, blocks of another pool go to that pool.
         """
-        idle = self._release(ordered_blocks)
-        hashed = [block for block in idle if block.block_hash is not None]
-        unhashed = [block for block in idle if block.block_hash is None] if len(hashed) < len(idle) else None
+        hashed: list[KVCacheBlock] = []
+        unhashed: list[KVCacheBlock] = []
+        self._release(ordered_blocks, hashed, unhashed)
         if hashed:
             (self.free_block_queue.append_n if self.placer is None else self.placer.place)(hashed)
         if unhashed:
@@ -233,7 +235,8 @@ class BlockPool:
 
         Blocks that were in front without a hash stay there: reusing them costs nothing.
         """
-        idle = self._release(ordered_blocks)
+        idle: list[KVCacheBlock] = []
+        self._release(ordered_blocks, idle, idle)
         self.free_block_queue.put_back(idle if self.placer is None else self.placer.place_protected(idle))
 
     def unpin_blocks(self, blocks: Sequence[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
@@ -244,7 +247,9 @@ class BlockPool:
         for block in blocks:
             if not block.is_null:
                 self._on_reuse[block.block_id] = on_reuse
-        self.free_block_queue.append_n(self._release(blocks))
+        idle: list[KVCacheBlock] = []
+        self._release(blocks, idle, idle)
+        self.free_block_queue.append_n(idle)
 
     def is_block_writable(self, block: KVCacheBlock) -> bool:
         """Whether its only holder may overwrite the block: real, one reference, no cache entry."""
@@ -419,15 +424,15 @@ class BlockPool:
         total = self.num_gpu_blocks - 1
         return 1.0 - self.get_num_free_blocks() / total if total else 0.0
 
-    def _release(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Drop a reference of each; returns this pool's blocks that nobody holds now, and forwards foreign ones."""
-        idle: list[KVCacheBlock] = []
-        foreign = release(self, blocks, idle)
+    def _release(
+        self, blocks: Iterable[KVCacheBlock], cached: list[KVCacheBlock], uncached: list[KVCacheBlock]
+    ) -> None:
+        """Drop a reference of each; appends this pool's blocks that nobody holds now, and forwards foreign ones."""
+        foreign = release(self, blocks, cached, uncached)
         if foreign is not None:
             release_elsewhere(foreign)
         if self.placer is not None:
-            self.placer.leave(idle)
-        return idle
+            self.placer.leave(cached if cached is uncached else cached + uncached)
 
     def _report_reuse(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:
