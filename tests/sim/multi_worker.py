@@ -10,11 +10,12 @@ import random
 from dataclasses import replace
 
 from tests.sim.copies import Lanes
+from tests.sim.copy_worker import CopyWorker, FaultDraw, Step
 from tests.sim.device import Memory
 from tests.sim.failure import require
 from tests.sim.marks import Marks
 from tests.sim.params import SimParams
-from tests.sim.worker import FaultDraw, SimWorker, Step
+from tests.sim.worker import SimWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_records import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
@@ -28,7 +29,7 @@ class MultiWorker(SimWorker):
 
     def __init__(self, params: SimParams, marks: Marks, fault: FaultDraw) -> None:
         super().__init__(params, marks, fault)
-        self.second = SimWorker(
+        self.second = CopyWorker(
             replace(params, host_blocks=params.second_host_blocks, disk_blocks=0), marks, fault
         )
         self.second.devices = self.devices
@@ -62,10 +63,10 @@ class MultiWorker(SimWorker):
         super().send_load(first, rng)
         self.second.send_load(second, rng)
 
-    def _submit_copies(self, step: Step, rng: random.Random) -> None:
+    def submit_copies(self, step: Step, rng: random.Random) -> None:
         first, second = _parts(step)
-        super()._submit_copies(first, rng)
-        self.second._submit_copies(second, rng)
+        super().submit_copies(first, rng)
+        self.second.submit_copies(second, rng)
 
     def reports(self, rng: random.Random, output: SchedulerOutput) -> list[KVConnectorOutput | None]:
         first, second = (_output_for(output, index) for index in range(2))

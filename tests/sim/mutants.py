@@ -117,10 +117,10 @@ def _skip_compute_done(original: Any) -> Any:
     """Stores do not wait for the step that computes their blocks."""
 
     def execute(self: Any, step: Any, rng: Any) -> None:
-        self._submit_copies(step, rng)
+        self.submit_copies(step, rng)
         for lanes in self.lanes:
             lanes.finish_all()
-        with patch.object(SimWorker, "_submit_copies", lambda *_: None):
+        with patch.object(SimWorker, "submit_copies", lambda *_: None):
             original(self, step, rng)
 
     return execute

@@ -7,11 +7,12 @@ from abc import abstractmethod
 from collections import deque
 from itertools import product
 
+from tests.sim.copy_worker import Step
 from tests.sim.failure import require
 from tests.sim.marks import Marks
 from tests.sim.registry import HashRegistry
 from tests.sim.views import RunViews
-from tests.sim.worker import SimWorker, Step
+from tests.sim.worker import SimWorker
 from tests.sim.workload import Truth
 from vllm.v1.core.block_hash import get_block_hash, get_group_id, maybe_convert_block_hash
 from vllm.v1.simple_kv_offload.metadata import KeptKeys, KeptOrder, SimpleCPUOffloadMetadata

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
+from tests.sim.copy_worker import Step
 from tests.sim.corruption import pages_below, spoil
 from tests.sim.device import RingGroup, StateGroup
 from tests.sim.events import Consumer
@@ -24,7 +25,7 @@ from tests.sim.restart import Killable, carry_out_withdrawal, kill, kill_weight
 from tests.sim.rng import Streams
 from tests.sim.shared_run import SharedRun
 from tests.sim.step_marks import StepMarks
-from tests.sim.worker import SimWorker, Step
+from tests.sim.worker import SimWorker
 from tests.sim.workload import Truth, Workload, make_request
 from tests.sim.world import build_world
 from vllm.outputs import RequestError
