@@ -29,6 +29,7 @@ STALE_AFTER_S = 60.0
 # An engine that was just killed may hold its kept file a little longer.
 KEPT_LOCK_PATIENCE_S = 5.0
 _LOCK_POLL_S = 0.05
+_NO_DIRECT_IO = "KV offload: %s does not support direct I/O; the page cache is used."
 
 Bytes = npt.NDArray[np.int8]
 
@@ -67,7 +68,7 @@ class SlotFile:
         except OSError as error:
             if not self.is_direct or error.errno != errno.EINVAL:
                 raise
-            logger.warning("KV offload: %s does not support direct I/O; the page cache is used.", self.path)
+            logger.warning(_NO_DIRECT_IO, self.path)
             # The failed attempt may have left the file behind.
             if os.path.lexists(self.path) and os.lstat(self.path).st_size == 0:
                 os.unlink(self.path)
@@ -80,6 +81,8 @@ class SlotFile:
             if os.fstat(fd).st_nlink == 0:
                 raise BlockingIOError(errno.EWOULDBLOCK, "another engine has just removed it", self.path)
             os.ftruncate(fd, self.num_slots * self.slot_bytes)
+            if self.is_direct:
+                self.is_direct = _takes_direct_io(fd, self.path)
         except OSError:
             os.close(fd)
             if not self.is_kept:
@@ -148,6 +151,22 @@ class SlotFile:
         if not keep_open:
             os.close(self._fd)
         self._fd = -1
+
+
+def _takes_direct_io(fd: int, path: str) -> bool:
+    """Whether direct I/O of the file's alignment works; if not, the descriptor uses the page cache from now on.
+
+    Some file systems take the flag and refuse the first transfer.
+    """
+    try:
+        os.preadv(fd, [mmap.mmap(-1, DIRECT_IO_ALIGNMENT)], 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        logger.warning(_NO_DIRECT_IO, path)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return False
+    return True
 
 
 def checksum_of(data: Bytes) -> int:
