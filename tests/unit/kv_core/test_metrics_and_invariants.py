@@ -102,6 +102,14 @@ def test_a_block_that_was_never_cached_leaves_no_stale_sample() -> None:
     assert collector.drain_events() == []
 
 
+def test_evicting_a_block_that_holds_nothing_is_no_sample() -> None:
+    collector = KVCacheMetricsCollector(1.0)
+    pool = BlockPool(4, True, 4, metrics_collector=collector)
+    block = pool.get_new_blocks(1)[0]
+    pool.evict_blocks({block.block_id})
+    assert collector.drain_events() == []
+
+
 @pytest.fixture
 def kv() -> KVCacheManager:
     kv = manager(30, full(4), window(4, 8), mamba(4))

@@ -446,6 +446,6 @@ class BlockPool:
         self.index.add(key, block, num_tokens)
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
-        if self.metrics_collector is not None:
+        if self.metrics_collector is not None and block.block_hash is not None:
             self.metrics_collector.on_block_evicted(block)
         return self.index.drop(block)
