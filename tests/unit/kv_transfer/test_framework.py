@@ -234,6 +234,24 @@ def test_stats_of_a_run_reach_the_sinks() -> None:
     assert again.data["data"][MetricName.LOAD_BLOCKS] == {(): 0}, "increases since the last call"
 
 
+def test_a_step_in_which_nothing_happened_has_no_stats() -> None:
+    rig = Rig()
+    first = rig.connector.get_kv_connector_stats()
+    assert first is not None, "all figures become visible at the start"
+    assert MetricName.INFO in first.data["data"]
+    assert rig.connector.get_kv_connector_stats() is None
+    rig.generate(prompt(16), max_tokens=1)
+    stats = rig.connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["data"][MetricName.STORE_BLOCKS][("stored",)] == 4
+    assert rig.connector.get_kv_connector_stats() is None
+    rig.evict_device()
+    rig.generate(prompt(17), max_tokens=1)
+    stats = rig.connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["data"][MetricName.LOAD_BLOCKS] == {(): 4}
+
+
 def test_stats_add_up_and_are_logged() -> None:
     stats = SimpleCPUOffloadStats()
     assert stats.is_empty()

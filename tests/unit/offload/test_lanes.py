@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -55,6 +57,31 @@ def lane(work: Work, clock: ManualClock) -> Iterator[CopyLane]:
     yield lane
     work.gate.set()
     lane.shutdown()
+
+
+def test_only_the_lane_stands_back_also_after_a_restart(clock: ManualClock) -> None:
+    seen: list[int] = []
+
+    def work(job: CopyJob) -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        job.result.resolve()
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    lane = CopyLane("test-lane", work, clock, deadline_s=5.0, niceness=own + 3)
+    for number in range(2):
+        done = job(number)
+        lane.submit(done)
+        assert done.result.synchronize(5.0)
+        assert lane._thread is not None
+        if number == 0:
+            lane._thread.close()
+            assert lane._thread.join(5.0)
+        lane.check_health()
+    lane.shutdown()
+    # Elsewhere a thread has no priority of its own.
+    assert seen == [own + 3 if sys.platform == "linux" else own] * 2
+    assert lane.restarts == 1
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
 def test_a_hanging_job_fails_at_its_deadline_and_the_lane_goes_on(

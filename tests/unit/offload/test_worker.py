@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.simple_kv_offload import sizing
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyError, CopyResult
+from vllm.v1.simple_kv_offload.copy_backends.threaded import ThreadedCopyBackend
 from vllm.v1.simple_kv_offload.metadata import (
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorkerMetadata,
@@ -314,3 +315,26 @@ def test_a_worker_without_caches_says_so() -> None:
     )
     with pytest.raises(RuntimeError, match="register_kv_caches"):
         worker.wait_for_save()
+
+
+def test_a_mover_that_died_while_idle_is_replaced_before_it_gets_anything() -> None:
+    worker = make_worker()
+    try:
+        backend = worker._backend
+        assert isinstance(backend, ThreadedCopyBackend)
+        lane = backend._lanes[True]
+        assert lane._thread is not None
+        dead = lane._thread
+        dead.close()
+        assert dead.join(5.0)
+        assert worker.build_connector_worker_meta() is None, "nobody has to look while nothing is to be done"
+        order = {"store_event": 0, "issued_store_event": 0, "store_gpu_blocks": [1], "store_cpu_blocks": [1]}
+        worker.bind_connector_metadata(SimpleCPUOffloadMetadata(**order))
+        worker.wait_for_save()
+        worker.drain()
+        report = worker.build_connector_worker_meta()
+        assert report is not None
+        assert report.completed_store_events == {0: 1}
+        assert lane.restarts == 1
+    finally:
+        worker.shutdown()

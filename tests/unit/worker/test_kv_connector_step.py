@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 
 from tests.helpers.recording_connector import RecordingConnector, StepOrders
 from tests.helpers.steps import step_output
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.v1.kv_connector_types import KVConnectorTransferResults
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -50,6 +53,15 @@ def test_asynchronous_loads_start_when_the_forward_was_launched(step, connector)
         *BEFORE, *layers, "finish_forward", "start_load_kv", "wait_for_save", *REPORT, "clear",
     ]  # fmt: skip
     assert connector.load_arguments == {"forward_context": CONTEXT, "num_tokens": 3}
+
+
+def test_a_connector_without_layer_calls_gets_none() -> None:
+    quiet = MagicMock(spec=KVConnectorBase_V1, has_layer_calls=False)
+    quiet.get_transfer_results.return_value = KVConnectorTransferResults()
+    run(StepConnector(ActiveKVConnector(quiet)), orders())
+    quiet.wait_for_layer_load.assert_not_called()
+    quiet.save_kv_layer.assert_not_called()
+    quiet.wait_for_save.assert_called_once()
 
 
 def test_synchronous_loads_start_before_the_forward(step, connector) -> None:

@@ -109,8 +109,11 @@ class LoadSide:
 
     def order(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Put the accepted loads into the step's orders, under one event."""
-        metadata.failed_load_events = self._take_lost()
         metadata.issued_load_event = self._next_event - 1
+        if self.lost_events:
+            metadata.failed_load_events = self._take_lost()
+        if not self.loads:
+            return
         fresh = [load for load in self.loads.values() if load.event is None]
         if not fresh:
             return

@@ -356,9 +356,10 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             self.speed.observe(report.timings)
             if report.kept_lost and self.kept is not None:
                 self.kept.resend()
-        self.load_side.report(
-            connector_output.finished_recving or (), connector_output.failed_recving or (), bad_slots
-        )
+        if connector_output.finished_recving or bad_slots:
+            self.load_side.report(
+                connector_output.finished_recving or (), connector_output.failed_recving or (), bad_slots
+            )
 
     def _update_chain(self, report: SimpleCPUOffloadWorkerMetadata) -> None:
         chain = self.chain
@@ -449,15 +450,14 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         """Whether a running store will give blocks back to the device's free list."""
         return self.store_side.holds_idle_device_blocks()
 
-    def get_stats(self) -> SimpleCPUOffloadStats | None:
-        """Figures since the last call."""
+    def get_stats(self, *, only_news: bool = False) -> SimpleCPUOffloadStats | None:
+        """Figures since the last call; with ``only_news`` None if nothing has changed since the last such call."""
         if self._store_side is None:
             return None
-        stats = self.reporter.report(self.tier, self.store_side, self.load_side)
-        self.reporter.report_speed(stats, self.speed)
-        if self.chain is not None:
-            self.reporter.report_disk(stats, self.chain)
-        return stats
+        parts = (self.tier, self.store_side, self.load_side, self.speed, self.chain)
+        if only_news and not self.reporter.has_news(*parts):
+            return None
+        return self.reporter.report(*parts)
 
     def describe_disk(self) -> TierReport | None:
         """The disk below the tier; None without one."""

@@ -21,7 +21,7 @@ KeptKeys = tuple[tuple[BlockHashWithGroupId, int | None], ...]
 """Keys of a slot, the primary one first, each with the prefix tokens that it covers."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class DiskOrder:
     """Blocks to move between host memory and disk in one direction, pairwise; ``issued``: last event so far."""
 
@@ -29,6 +29,9 @@ class DiskOrder:
     issued: int = INVALID_JOB_ID
     src_blocks: list[int] = field(default_factory=list)
     dst_blocks: list[int] = field(default_factory=list)
+
+
+NO_MOVE = DiskOrder()
 
 
 @dataclass(slots=True)
@@ -109,9 +112,9 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     issued_load_event: int = INVALID_JOB_ID
     """Last load event sent so far, this step's included: a rank that missed one notices. Store alike."""
     issued_store_event: int = INVALID_JOB_ID
-    move_down: DiskOrder = field(default_factory=DiskOrder)
+    move_down: DiskOrder = NO_MOVE
     """Host → disk. Empty without a disk tier below the host."""
-    move_up: DiskOrder = field(default_factory=DiskOrder)
+    move_up: DiskOrder = NO_MOVE
     """Disk → host."""
     kept: KeptOrder = field(default_factory=KeptOrder)
     measures: bool = False

@@ -231,10 +231,10 @@ class SimpleCPUOffloadPromMetrics(KVConnectorPromMetrics):
         for name, values in transfer_stats_data.get("data", {}).items():
             for labels, value in values.items():
                 child = self._child(engine_idx, name, tuple(labels))
-                if types[name] == "counter":
-                    child.inc(value)
-                else:
+                if types[name] != "counter":
                     child.set(value)
+                elif value:  # most counters stand still
+                    child.inc(value)
 
     def _child(self, engine_idx: int, name: str, labels: Labels) -> Any:
         key = (engine_idx, name, labels)

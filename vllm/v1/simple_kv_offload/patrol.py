@@ -56,12 +56,12 @@ class HolePatrol:
     def __len__(self) -> int:
         return len(self._guarded)
 
-    def turns(self, states: Sequence[StoreRequestState]) -> list[StoreRequestState]:
+    def turns(self, request_ids: Sequence[str]) -> Sequence[str]:
         """The requests to examine in this step; over the steps each gets its turn."""
-        if len(states) <= REQUESTS_PER_STEP:
-            return list(states)
+        if len(request_ids) <= REQUESTS_PER_STEP:
+            return request_ids
         start, self._turn = self._turn, self._turn + REQUESTS_PER_STEP
-        return [states[(start + i) % len(states)] for i in range(REQUESTS_PER_STEP)]
+        return [request_ids[(start + i) % len(request_ids)] for i in range(REQUESTS_PER_STEP)]
 
     def has_work(self, stores: Stores, state: StoreRequestState) -> bool:
         """Whether a round over this request's blocks is under way or due.

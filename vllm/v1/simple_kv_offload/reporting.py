@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from vllm.v1.core.kv_cache_view import describe_pool
 from vllm.v1.kv_cache_report import TierReport, TransferReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -37,6 +35,7 @@ class StatsReporter:
         self._lookup_tokens = 0
         self._hit_tokens = {self._source: 0}
         self._reported: dict[tuple[str, tuple[str, ...]], int] = {}
+        self._state: list[float] = []
 
     def looked_up(self, num_tokens: int) -> None:
         """A request asked for so many tokens."""
@@ -48,10 +47,63 @@ class StatsReporter:
         self._hit_tokens[self._source] += num_tokens - num_from_disk
         self._hit_tokens[below] = self._hit_tokens.get(below, 0) + num_from_disk
 
-    def report(self, tier: Tier, stores: StoreSide, loads: LoadSide) -> SimpleCPUOffloadStats:
+    def report(
+        self, tier: Tier, stores: StoreSide, loads: LoadSide, speed: SpeedCheck, chain: DiskChain | None
+    ) -> SimpleCPUOffloadStats:
         """Figures since the last call."""
         stats = SimpleCPUOffloadStats()
-        boundary = dataclasses.asdict(stores.boundary.stats)
+        self._report_host(stats, tier, stores, loads)
+        self._report_speed(stats, speed)
+        if chain is not None:
+            self._report_disk(stats, chain)
+        return stats
+
+    def has_news(
+        self, tier: Tier, stores: StoreSide, loads: LoadSide, speed: SpeedCheck, chain: DiskChain | None
+    ) -> bool:
+        """Whether anything that `report` tells is different from when this was asked last.
+
+        Asked in every step, and in most of them nothing is: this must cost next to nothing.
+        """
+        ledger, given, boundary, declines = (
+            stores.ledger,
+            loads.ledger,
+            stores.boundary.stats,
+            stores.declines,
+        )
+        state: list[float] = [
+            *(ledger.scheduled, ledger.done, ledger.failed, ledger.dropped),
+            *(given.done, given.failed, loads.num_loads, loads.failures, self._lookup_tokens),
+            *(
+                boundary.published,
+                boundary.stored,
+                boundary.skipped_already_cached,
+                boundary.skipped_in_flight,
+            ),
+            *(boundary.dropped_cpu_full, boundary.dropped_request_gone, boundary.dropped_null_block),
+            *(boundary.dropped_not_hashed, declines.reuse, declines.queue, declines.full, declines.cut_plans),
+            *(stores.num_preempted_blocks, tier.evictions, tier.num_held),
+            len(tier.pool.cached_block_hash_to_block),
+            speed.prefill.samples,
+        ]
+        state += self._hit_tokens.values()
+        for source, rate in speed.loads.items():
+            state += (rate.samples, speed.declines[source], speed.is_slow[source])
+        if tier.shared is not None:
+            state.append(tier.shared.is_off)
+        if chain is not None:
+            counts, down, up = chain.counts, chain.down.ledger, chain.up.ledger
+            state += (counts.waits, counts.timeouts, counts.failed_reads, counts.bad_blocks, chain.writes_off)
+            state += (down.done, down.failed, down.dropped, up.done, up.failed, up.dropped)
+            state += (chain.disk.evictions, chain.disk.num_held)
+            state.append(len(chain.disk.pool.cached_block_hash_to_block))
+        before, self._state = self._state, state
+        return state != before
+
+    def _report_host(
+        self, stats: SimpleCPUOffloadStats, tier: Tier, stores: StoreSide, loads: LoadSide
+    ) -> None:
+        boundary = vars(stores.boundary.stats)
         for outcome, field in OUTCOME_TO_FIELD.items():
             self._add(stats, MetricName.SAVE_OUTCOMES, boundary[field], (outcome,))
         ledger = stores.ledger
@@ -82,9 +134,8 @@ class StatsReporter:
         stats.set_gauge(MetricName.INFO, 1, self.info_labelvalues)
         if tier.shared is not None:
             stats.set_gauge(MetricName.SHARED_POOL_ACTIVE, int(not tier.shared.is_off))
-        return stats
 
-    def report_speed(self, stats: SimpleCPUOffloadStats, speed: SpeedCheck) -> None:
+    def _report_speed(self, stats: SimpleCPUOffloadStats, speed: SpeedCheck) -> None:
         """Add what is known of the tiers whose speed is watched."""
         for source, rate in speed.loads.items():
             self._add(stats, MetricName.TIER_DECLINED_HITS, speed.declines[source], (source.value,))
@@ -106,7 +157,7 @@ class StatsReporter:
             self._add(stats, MetricName.TIER_BYTES, ledger.done * self._block_bytes, labels)
             self._add(stats, MetricName.TIER_FAILED_BLOCKS, ledger.failed, labels)
 
-    def report_disk(self, stats: SimpleCPUOffloadStats, chain: DiskChain) -> None:
+    def _report_disk(self, stats: SimpleCPUOffloadStats, chain: DiskChain) -> None:
         """Add the figures of the disk below the tier."""
         for direction, moves in (("down", chain.down), ("up", chain.up)):
             ledger = moves.ledger

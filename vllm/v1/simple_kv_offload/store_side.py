@@ -94,6 +94,7 @@ class StoreSide:
         self._unwanted: set[int] = set()
         self._num_groups = len(tier.config.kv_cache_groups)
         self._stable = stable_groups(tier)
+        self._stable_sizes = [(group, tier.coordinator.group_block_sizes[group]) for group in self._stable]
         self._unstable = tuple(group for group in tier.group_ids if group not in self._stable)
 
     # -- tracking -----------------------------------------------------------------------------
@@ -108,11 +109,14 @@ class StoreSide:
         """Find out anew what steps in flight, and the one being built, are still to compute."""
         self.unsettled.clear()
         self._computing = unsettled_ranges(self.requests.values(), scheduled)
+        unit = self.stores.hash_block_size
         for request_id, (start, end) in self._computing.items():
-            self.unsettled.update(keys_between(self.stores, self.requests[request_id], start, end))
-        self._left_behind = [entry for entry in self._left_behind if entry[0] > self._step]
-        for _, keys in self._left_behind:
-            self.unsettled |= keys
+            if start // unit != end // unit:  # else no block ends there
+                self.unsettled.update(keys_between(self.stores, self.requests[request_id], start, end))
+        if self._left_behind:
+            self._left_behind = [entry for entry in self._left_behind if entry[0] > self._step]
+            for _, keys in self._left_behind:
+                self.unsettled |= keys
 
     def _leave_behind(self, request: Request, num_confirmed: int) -> None:
         """The request lets go of its blocks; what its steps in flight were to compute stays unsettled with them."""
@@ -124,7 +128,7 @@ class StoreSide:
     def begin_step(self, output: SchedulerOutput) -> None:
         """Follow the block tables of the step; a preempted request starts over."""
         self._step += 1
-        for req_id in sorted(output.preempted_req_ids or ()):
+        for req_id in sorted(output.preempted_req_ids) if output.preempted_req_ids else ():
             request = self.requests.get(req_id)
             if request is not None:
                 self._leave_behind(request, request.num_tokens_at_preemption)
@@ -132,6 +136,8 @@ class StoreSide:
             if req_id in self.states:
                 self.states[req_id].replace_table(())
         for req_id, block_ids, is_full_table in yield_req_data(output):
+            if block_ids is None and not is_full_table and req_id in self.states:
+                continue  # most requests in most steps
             state = self.states.get(req_id)
             if state is None:
                 # Forgotten by a reset, but still running: its later blocks are stored again.
@@ -153,22 +159,22 @@ class StoreSide:
 
     def plan_step(self, output: SchedulerOutput) -> None:
         """Plan the confirmed blocks of the scheduled requests and the state hand-offs of the step."""
+        states = self.states
         for req_id in output.num_scheduled_tokens if self.stores.reuse.is_on else ():
-            if req_id in self.states:
-                self._offer(self.states[req_id].request)
+            if req_id in states:
+                self._offer(states[req_id].request)
         block_state = output.kv_connector_block_state
         hand_offs = dict(block_state.boundary_state_offloads) if block_state is not None else {}
-        preempted = output.preempted_req_ids or set()
-        scheduled = [
-            self.states[req_id]
+        preempted = output.preempted_req_ids or ()
+        scheduled = {
+            req_id: states[req_id]
             for req_id in output.num_scheduled_tokens
-            if req_id in self.states and req_id not in preempted
-        ]
-        patrolled = {state.request.request_id for state in self.patrol.turns(scheduled)}
-        for state in scheduled:
-            req_id = state.request.request_id
+            if req_id in states and req_id not in preempted
+        }
+        patrolled = self.patrol.turns(list(scheduled)) if self._tier.evictions else ()
+        for req_id, state in scheduled.items():
             patrol = req_id in patrolled and self.patrol.has_work(self.stores, state)
-            own_hand_offs = hand_offs.pop(req_id, ())
+            own_hand_offs = hand_offs.pop(req_id, ()) if hand_offs else ()
             has_new = self._has_new_blocks(state)
             if not (patrol or has_new or own_hand_offs):
                 continue  # most steps of most requests
@@ -217,11 +223,15 @@ class StoreSide:
 
     def _has_new_blocks(self, state: StoreRequestState) -> bool:
         """Whether some cursor may move in this step."""
-        storable = self.stores.storable_tokens(state.request)
-        return any(
-            state.num_stored_blocks[group] < num_full_blocks(self.stores, state.request, group, storable)
-            for group in self._stable
-        )
+        confirmed = confirmed_tokens(state.request)
+        for group, size in self._stable_sizes:
+            cursor = state.num_stored_blocks[group]
+            if confirmed < (cursor + 1) * size:
+                continue  # no block is full: so it is in most steps of a request
+            storable = self.stores.storable_tokens(state.request)
+            if cursor < num_full_blocks(self.stores, state.request, group, storable):
+                return True
+        return False
 
     def _plan_running(
         self, state: StoreRequestState, table: BlockTable, hand_offs: Sequence[HandOff], patrol: bool

@@ -50,6 +50,11 @@ class StepTimer:
             self._timings.load_seconds += result.seconds
             self._timings.load_blocks += num_blocks
 
+    @property
+    def has_any(self) -> bool:
+        """Whether `take` may have something."""
+        return bool(self._open) or self._timings.load_blocks > 0
+
     def take(self) -> Timings:
         """What was measured since the last call."""
         while self._open:

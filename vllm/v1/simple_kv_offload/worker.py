@@ -53,6 +53,7 @@ from vllm.v1.simple_kv_offload.timing import StepTimer
 
 logger = init_logger(__name__)
 
+_NOTHING = SimpleCPUOffloadWorkerMetadata()
 PIN_MEMORY: bool = torch.cuda.is_available()
 DRAIN_POLL_S = 0.005
 
@@ -311,14 +312,16 @@ class SimpleCPUOffloadWorker:
 
     def _notice_lost_orders(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Orders of steps that never got as far as here (an earlier part of the step failed) end as failed."""
-        stores = range(self._last_store_seen + 1, metadata.issued_store_event + 1)
-        self._lost_stores += [event for event in stores if event != metadata.store_event]
-        loads = range(self._last_load_seen + 1, metadata.issued_load_event + 1)
-        lost = {event for event in loads if event != metadata.load_event}
-        self._lost_loads |= lost
-        self._lost_loads_to_report |= lost
-        self._last_store_seen = max(self._last_store_seen, metadata.issued_store_event)
-        self._last_load_seen = max(self._last_load_seen, metadata.issued_load_event)
+        if metadata.issued_store_event > self._last_store_seen:
+            stores = range(self._last_store_seen + 1, metadata.issued_store_event + 1)
+            self._lost_stores += [event for event in stores if event != metadata.store_event]
+            self._last_store_seen = metadata.issued_store_event
+        if metadata.issued_load_event > self._last_load_seen:
+            loads = range(self._last_load_seen + 1, metadata.issued_load_event + 1)
+            lost = {event for event in loads if event != metadata.load_event}
+            self._lost_loads |= lost
+            self._lost_loads_to_report |= lost
+            self._last_load_seen = metadata.issued_load_event
         for event, req_ids in metadata.failed_load_events.items():
             if event in self._lost_loads:
                 self._lost_loads.discard(event)
@@ -393,6 +396,8 @@ class SimpleCPUOffloadWorker:
     ) -> None:
         if self._backend is None:
             raise RuntimeError("register_kv_caches was not called, or the worker was shut down")
+        # A mover that died while it had nothing to do is replaced before it gets anything.
+        self._check_health()
         self._backend.launch_copy(src_blocks, dst_blocks, is_store, copy.event_idx, copy.events, wait_event)
 
     def _device_event(self) -> WaitEvent | None:
@@ -408,7 +413,8 @@ class SimpleCPUOffloadWorker:
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose load ended on this rank since the last call, failed ones in both sets."""
-        self._check_health()
+        if self._is_at_work:
+            self._check_health()
         failed, self._undeliverable = self._undeliverable, set()
         received = set(failed)
         still_open = []
@@ -435,6 +441,8 @@ class SimpleCPUOffloadWorker:
 
     def build_connector_worker_meta(self) -> SimpleCPUOffloadWorkerMetadata | None:
         """Store events that ended on this rank since the last call, and unusable slots; None if nothing."""
+        if not (self._is_at_work or self._has_news):
+            return None  # so it is in most steps
         self._check_health()
         report = SimpleCPUOffloadWorkerMetadata(timings=self._timer.take())
         still_open = []
@@ -460,9 +468,7 @@ class SimpleCPUOffloadWorker:
             report.timings = Timings()
         report.bad_cpu_blocks, self._bad_slots = self._bad_slots, set()
         report.lost_load_events, self._lost_loads_to_report = self._lost_loads_to_report, set()
-        if report == SimpleCPUOffloadWorkerMetadata():
-            return None
-        return report
+        return None if report == _NOTHING else report
 
     def drain(self) -> None:
         """Wait until every copy under way has ended, well or badly."""
@@ -477,6 +483,16 @@ class SimpleCPUOffloadWorker:
         for result in () if self._moves is None else self._moves.open_results:
             while not result.synchronize(DRAIN_POLL_S):
                 self._check_health()
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether some mover may have something to do, on a disk also in the background."""
+        return bool(self._loads or self._stores) or self._moves is not None or self._is_disk
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether there is something to report besides what the movers have done."""
+        return bool(self._lost_stores or self._bad_slots or self._lost_loads_to_report or self._timer.has_any)
 
     def _check_health(self) -> None:
         # A mover put in from outside need not offer this.

@@ -33,6 +33,10 @@ class ActiveKVConnector:
 
     def __init__(self, kv_connector: KVConnectorBase_V1) -> None:
         self.kv_connector = kv_connector
+        # Stand-ins know only the calls of the contract.
+        self._has_layer_calls = (
+            not isinstance(kv_connector, KVConnectorBase_V1) or kv_connector.has_layer_calls
+        )
         self._disabled = False
         # Arguments of a load that starts once the forward is launched.
         self._pending_load_kwargs: LoadArguments | None = None
@@ -67,14 +71,14 @@ class ActiveKVConnector:
 
     def wait_for_loads(self, layer_names: Iterable[str]) -> None:
         """After this, what a sync load restores is usable in all layers."""
-        if self._disabled:
+        if self._disabled or not self._has_layer_calls:
             return
         for name in layer_names:
             self.kv_connector.wait_for_layer_load(name)
 
     def save_layers(self, pages: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
         """Offer every layer's pages, with the layer's metadata of the step."""
-        if self._disabled:
+        if self._disabled or not self._has_layer_calls:
             return
         for name, layer_pages in pages.items():
             self.kv_connector.save_kv_layer(name, layer_pages, groups.get(name))

@@ -5,9 +5,12 @@ Owns thread life and death. It must not know what a job does: the work is a func
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from vllm.logger import init_logger
 from vllm.utils.clock import Clock
@@ -23,9 +26,10 @@ SHUTDOWN_TIMEOUT_S = 5.0
 class _Thread:
     """One incarnation of a lane: a queue and the thread that empties it."""
 
-    def __init__(self, name: str, work: Callable[[CopyJob], None], clock: Clock) -> None:
+    def __init__(self, name: str, work: Callable[[CopyJob], None], clock: Clock, niceness: int) -> None:
         self._work = work
         self._clock = clock
+        self._niceness = niceness
         self._condition = threading.Condition()
         self._queue: deque[CopyJob] = deque()
         self._running: CopyJob | None = None
@@ -72,6 +76,9 @@ class _Thread:
             return self._running
 
     def _run(self) -> None:
+        if self._niceness and sys.platform == "linux":  # elsewhere a thread has no priority of its own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while (job := self._next()) is not None:
             try:
                 self._work(job)
@@ -84,15 +91,23 @@ class CopyLane:
 
     ``work`` resolves the job's result; an exception resolves it as failed. ``deadline_s`` bounds one
     job. The replaced thread can do no harm when it wakes up: its job's result is resolved, so it
-    writes nothing more, and its queue is closed.
+    writes nothing more, and its queue is closed. ``niceness``: how far the thread stands back behind others.
     """
 
-    def __init__(self, name: str, work: Callable[[CopyJob], None], clock: Clock, deadline_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[CopyJob], None],
+        clock: Clock,
+        deadline_s: float,
+        niceness: int = 0,
+    ) -> None:
         self._name = name
         self._work = work
         self._clock = clock
         self._deadline_s = deadline_s
-        self._thread: _Thread | None = _Thread(name, work, clock)
+        self._niceness = niceness
+        self._thread: _Thread | None = _Thread(name, work, clock, niceness)
         self._lost: list[CopyJob] = []
         self.restarts = 0
 
@@ -118,7 +133,7 @@ class CopyLane:
         logger.error("Copy lane %s %s; %d jobs fail, the lane is restarted.", self._name, cause, len(jobs))
         self._fail(jobs, f"copy lane {self._name} {cause}")
         self.restarts += 1
-        self._thread = _Thread(self._name, self._work, self._clock)
+        self._thread = _Thread(self._name, self._work, self._clock, self._niceness)
 
     def shutdown(self) -> bool:
         """Fail what is open, end the thread; True if it ended. Idempotent."""

@@ -19,6 +19,9 @@ from vllm.v1.simple_kv_offload.copy_backends.host_copy import HostCopier
 from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
 
 DEFAULT_DEADLINE_S = 60.0
+# Nobody waits for a store, but threads that compute wait for each other: one that a copy takes a core from holds up all of
+# them. At this niceness a store runs where a core is idle, as between two forwards, and still gets a tenth of a busy one.
+STORE_NICENESS = 10
 
 
 class ThreadedCopyBackend(RegionCopyBackend):
@@ -41,8 +44,11 @@ class ThreadedCopyBackend(RegionCopyBackend):
         """Bind the regions (both in host memory) and start the threads. Streams have no meaning here."""
         self._copier = HostCopier(gpu_caches, cpu_caches)
         self._lanes = {
-            is_store: CopyLane(name, self._copier.wait_and_copy, self._clock, self._deadline_s)
-            for is_store, name in ((False, "kv-offload-load"), (True, "kv-offload-store"))
+            is_store: CopyLane(name, self._copier.wait_and_copy, self._clock, self._deadline_s, niceness)
+            for is_store, name, niceness in (
+                (False, "kv-offload-load", 0),
+                (True, "kv-offload-store", STORE_NICENESS),
+            )
         }
 
     def launch_copy(

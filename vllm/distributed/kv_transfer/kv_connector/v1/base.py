@@ -115,6 +115,11 @@ class WorkerHalf(ABC):
     def start_load_kv(self, forward_context: Opaque, **kwargs: Opaque) -> None:
         """Start the loads of this step; before the forward iff the step has sync loads."""
 
+    @property
+    def has_layer_calls(self) -> bool:
+        """False: the next two do nothing, so that nobody need call them for every layer of every step."""
+        return True
+
     @abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block until a sync load of this layer is usable."""

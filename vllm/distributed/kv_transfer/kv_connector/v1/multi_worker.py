@@ -98,6 +98,10 @@ class MultiWorkerHalf(WorkerHalf):
         for child in self._connectors:
             child.start_load_kv(forward_context, **kwargs)
 
+    @property
+    def has_layer_calls(self) -> bool:
+        return any(child.has_layer_calls for child in self._connectors)
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         for child in self._connectors:
             child.wait_for_layer_load(layer_name)

@@ -54,7 +54,7 @@ class OffloadingConnector(SimpleCPUOffloadConnector):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         manager = self.scheduler_manager
-        base = None if manager is None else manager.get_stats()
+        base = None if manager is None else manager.get_stats(only_news=True)
         if manager is None or base is None:
             return None
         return native_stats(manager, base, self._block_bytes)

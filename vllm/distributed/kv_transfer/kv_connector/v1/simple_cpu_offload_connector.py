@@ -156,6 +156,10 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker_handler is not None:
             self.worker_handler.start_load_kv()
 
+    @property
+    def has_layer_calls(self) -> bool:
+        return False
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are never synchronous."""
 
@@ -268,7 +272,8 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # -- both ---------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return None if self.scheduler_manager is None else self.scheduler_manager.get_stats()
+        """Figures since the last call; None in a step in which nothing happened."""
+        return None if self.scheduler_manager is None else self.scheduler_manager.get_stats(only_news=True)
 
     def shutdown(self) -> None:
         if self.worker_handler is not None:
