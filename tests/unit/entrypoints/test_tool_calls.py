@@ -137,6 +137,15 @@ def test_definitions_of_functions_do_not_replace_each_other():
     assert odd["items"]["properties"]["parameters"] == {"$defs": 5}, "the grammar's check says what is wrong"
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_arguments_nested_too_deeply_are_no_call(name):
+    text = '{"name": "f", "arguments": ' + "[" * 50_000 + "]" * 50_000 + "}"
+    parser = get_tool_parser(name)(CountingIds())
+    pieces = parser.feed(f"<tool_call>{text}</tool_call>" if name == "hermes" else text) + parser.finish()
+    assert not parser.ends_in_call
+    assert not any(isinstance(piece, base.CallArguments) for piece in pieces)
+
+
 def test_unknown_parser_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'nope'; known: hermes"):
         get_tool_parser("nope")

@@ -7,6 +7,7 @@ parsed by the same code as a stream, so both agree by construction.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -96,8 +97,8 @@ class CallWriter:
             self._index = self._parser.started
             self._parser.started += 1
             pieces.append(CallStart(self._index, self._parser.new_call_id(), scanner.name))
-        if self._index is not None and scanner.arguments is not None:
-            fresh = scanner.arguments[self._sent :]
+        if self._index is not None:
+            fresh = scanner.arguments_behind(self._sent)
             self._sent += len(fresh)
             if fresh:
                 pieces.append(CallArguments(self._index, fresh))
@@ -109,17 +110,22 @@ class CallWriter:
 def joined(pieces: list[Piece]) -> list[Piece]:
     """The same pieces with neighbours of one kind joined."""
     result: list[Piece] = []
-    for piece in pieces:
-        last = result[-1] if result else None
-        if isinstance(piece, TextPiece) and isinstance(last, TextPiece):
-            result[-1] = TextPiece(last.text + piece.text)
-        elif (
-            isinstance(piece, CallArguments) and isinstance(last, CallArguments) and last.index == piece.index
-        ):
-            result[-1] = CallArguments(piece.index, last.text + piece.text)
+    for key, group in itertools.groupby(pieces, key=_kind):
+        if isinstance(key, CallStart):
+            result += group
+        elif key is None:
+            result.append(TextPiece("".join(piece.text for piece in group if isinstance(piece, TextPiece))))
         else:
-            result.append(piece)
+            text = "".join(piece.text for piece in group if isinstance(piece, CallArguments))
+            result.append(CallArguments(key, text))
     return result
+
+
+def _kind(piece: Piece) -> CallStart | int | None:
+    """What neighbours have in common that can be joined."""
+    if isinstance(piece, CallStart):
+        return piece
+    return piece.index if isinstance(piece, CallArguments) else None
 
 
 def held_back(text: str, marks: tuple[str, ...]) -> int:

@@ -75,7 +75,8 @@ class HermesToolParser(ToolParser):
     # --- a call -------------------------------------------------------------------------------------------------
 
     def _inside(self, scanner: CallScanner, char: str) -> list[Piece]:
-        self._raw += char
+        # Once the call has begun, only the end of the text is asked for.
+        self._raw = (self._raw[-len(CLOSE) :] if self._writer.has_started else self._raw) + char
         if scanner.done or self._broken:
             return self._behind_object()
         try:

@@ -33,7 +33,7 @@ class ValueScanner:
     """Follows one JSON value; `feed` returns True with the value's last character (for numbers: the one behind it)."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.characters: list[str] = []  # a text would be copied for every character
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -43,12 +43,12 @@ class ValueScanner:
         """Take a character. True: the value is complete (`consumed` tells whether this character belongs to it)."""
         self.consumed = True
         if self._in_string:
-            self.text += char
+            self.characters.append(char)
             return self._feed_string(char)
         if self._scalar and (char in ",]}" or char in _SPACE):
             self.consumed = False
             return True
-        self.text += char
+        self.characters.append(char)
         if char == '"':
             self._in_string = True
         elif char in "{[":
@@ -62,6 +62,11 @@ class ValueScanner:
             self._scalar = True
         return False
 
+    @property
+    def text(self) -> str:
+        """The value as far as it is known."""
+        return "".join(self.characters)
+
     def _feed_string(self, char: str) -> bool:
         if self._escaped:
             self._escaped = False
@@ -74,12 +79,12 @@ class ValueScanner:
 
 
 class CallScanner:
-    """State of one call. After each `feed`: `name` (or None) and `arguments`, the raw text so far (or None)."""
+    """State of one call. After each `feed`: `name` (or None), and what `arguments_behind` gives."""
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.arguments: str | None = None
         self.done = False
+        self._arguments: str | None = None
         self._expect = _Expect.OPEN
         self._value: ValueScanner | None = None
         self._key = ""
@@ -116,10 +121,7 @@ class CallScanner:
     def _feed_value(self, char: str) -> None:
         value = self._value
         assert value is not None
-        complete = value.feed(char)
-        if self._expect is _Expect.VALUE and self._key in ARGUMENT_KEYS and value.text[0] == "{":
-            self.arguments = value.text
-        if not complete:
+        if not value.feed(char):
             return
         self._value = None
         if self._expect is _Expect.KEY:
@@ -130,6 +132,13 @@ class CallScanner:
             self._expect = _Expect.COMMA
             if not value.consumed:
                 self.feed(char)
+
+    def arguments_behind(self, start: int) -> str:
+        """The raw text of the arguments so far, without its first `start` characters."""
+        value = self._value
+        if value is not None and self._expect is _Expect.VALUE and self._key in ARGUMENT_KEYS:
+            return "".join(value.characters[start:]) if value.characters[0] == "{" else ""
+        return "" if self._arguments is None else self._arguments[start:]
 
     def _take(self, text: str) -> None:
         value = _parsed(text)
@@ -144,13 +153,13 @@ class CallScanner:
                 text, value = value, _parsed(value)
             if not isinstance(value, dict):
                 raise MalformedCall("the arguments are no object")
-            self.arguments = text
+            self._arguments = text
 
     def _close(self) -> None:
         if self.name is None:
             raise MalformedCall("there is no name")
-        if self.arguments is None:
-            self.arguments = "{}"
+        if self._arguments is None:
+            self._arguments = "{}"
         self._expect = _Expect.DONE
         self.done = True
 
@@ -158,6 +167,6 @@ class CallScanner:
 def _parsed(text: str) -> object:
     try:
         value: object = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedCall(str(error)) from None
     return value

@@ -45,8 +45,10 @@ class LlamaJsonToolParser(ToolParser):
         except MalformedCall:
             return self._give_up()
         pieces = self._writer.write(self._scanner)
+        if self._writer.has_started:
+            self._raw = ""  # whatever follows, this is a call
         if self._scanner.done:
-            self._scanner, self._raw = None, ""
+            self._scanner = None
         return pieces
 
     def _between(self, char: str) -> list[Piece]:
