@@ -421,6 +421,13 @@ def test_sleep_and_wake_up() -> None:
         engine.wake_up(["nothing"])
 
 
+@pytest.mark.parametrize("name", ["HND", "NHD"])
+def test_a_layout_of_the_environment_is_not_passed_over(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", name)
+    with pytest.raises(ValueError, match=f"VLLM_KV_CACHE_LAYOUT='{name}' is not supported.*BLHNC"):
+        start()
+
+
 def test_metrics_count_what_happened() -> None:
     engine = start(disable_log_stats=False)
     run(engine, {"a": prompt_of(40)})

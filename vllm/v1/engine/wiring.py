@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
@@ -115,13 +116,15 @@ def _build_kv_cache(vllm_config: VllmConfig, executor: Executor) -> KVCacheConfi
 
 def _choose_layout(vllm_config: VllmConfig, executor: Executor) -> KVCacheLayout:
     supported = executor.get_supported_kv_cache_layouts()
-    wanted = vllm_config.cache_config.kv_cache_layout
+    wanted, said_by = vllm_config.cache_config.kv_cache_layout, "kv_cache_layout"
+    if wanted is None:
+        wanted, said_by = envs.VLLM_KV_CACHE_LAYOUT, "VLLM_KV_CACHE_LAYOUT"
     if wanted is not None:
         layout = KVCacheLayout.from_name(str(wanted))
         if layout not in supported:
             names = ", ".join(layout.name for layout in supported)
             raise ValueError(
-                f"kv_cache_layout={wanted!r} is not supported by the attention backends; supported: {names}"
+                f"{said_by}={wanted!r} is not supported by the attention backends; supported: {names}"
             )
         return layout
     if not supported:
