@@ -37,6 +37,7 @@ class TokenTexts:
         self._anchor = anchor
         self._anchor_length = len(tokenizer.decode(anchor))
         self._texts: dict[int, str] = {}
+        self._last_tail: tuple[tuple[int, ...], list[tuple[list[int], str]]] | None = None
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenTexts:
@@ -61,13 +62,26 @@ class TokenTexts:
         return "" if tokenizer is None else str(tokenizer.decode(token_ids))
 
     def _completed(self, token_id: int, context: Sequence[int], text: str) -> str:
-        for size in range(1, min(CHARACTER_CONTEXT, len(context)) + 1):
-            before = [*self._anchor, *context[len(context) - size :]]
-            known = self._decode(before).rstrip(REPLACEMENT)
+        for before, known in self._beginnings(tuple(context[-CHARACTER_CONTEXT:])):
             whole = self._decode([*before, token_id])
             if REPLACEMENT not in whole and whole.startswith(known):
                 return whole[len(known) :]
         return text.rstrip(REPLACEMENT)
+
+    def _beginnings(self, tail: tuple[int, ...]) -> list[tuple[list[int], str]]:
+        """What can stand before the rest of a character: tokens that end inside one, with their complete text.
+
+        All tokens of a wide position ask for the same tail.
+        """
+        if self._last_tail is None or self._last_tail[0] != tail:
+            found = []
+            for size in range(1, len(tail) + 1):
+                before = [*self._anchor, *tail[-size:]]
+                text = self._decode(before)
+                if text.endswith(REPLACEMENT):
+                    found.append((before, text.rstrip(REPLACEMENT)))
+            self._last_tail = tail, found
+        return self._last_tail[1]
 
 
 class LogprobsProcessor:

@@ -62,11 +62,14 @@ class PackedPosition(Mapping[int, Logprob]):
 
     def entries(self) -> Iterator[tuple[int, Logprob]]:
         """Token and record: the token that stands there first, then the others by falling probability."""
-        pairs = enumerate(zip(self._token_ids.tolist(), self._logprobs.tolist(), strict=True))
-        first = int(self._token_ids[0])
-        for column, (token_id, logprob) in pairs:
-            if token_id >= 0 and (column == 0 or token_id != first):
-                yield token_id, self._entry(column, token_id, logprob)
+        token_ids, logprobs = self._token_ids.tolist(), self._logprobs.tolist()
+        first, text_of, context = token_ids[0], self._text_of, self._context
+        yield first, self._entry(0, first, logprobs[0])
+        for column in range(1, len(token_ids)):
+            token_id = token_ids[column]
+            if token_id >= 0 and token_id != first:
+                text = None if text_of is None else text_of(token_id, context)
+                yield token_id, Logprob(logprobs[column], column, text)
 
 
 def ranked(position: Mapping[int, Logprob]) -> Iterator[tuple[int, Logprob]]:

@@ -99,16 +99,27 @@ class LogprobsWriter:
     def _top_text(self, position: LogprobsOnePosition) -> Iterator[str]:
         """The same in pieces; making it takes turns too."""
         top: dict[str, float] = {}
-        for order, (name, value) in enumerate(self._named(position), 1):
-            top[name] = max(value, top.get(name, value))
-            if order % SLICE == 0:
-                yield ""
+        named = self._named(position)
+        while part := list(islice(named, SLICE)):
+            for name, value in part:
+                # By falling probability but for the token that stands there.
+                if value > top.get(name, LOGPROB_MIN) or name not in top:
+                    top[name] = value
+            yield ""
         yield from object_text(top.items())
 
     def _named(self, position: LogprobsOnePosition) -> Iterator[tuple[str, float]]:
         count = self.form.logprobs or 0
-        for token_id, entry in islice(position.items(), None if count < 0 else count + 1):
-            yield self._name(token_id, entry.decoded_token), max(entry.logprob, LOGPROB_MIN)
+        shown = islice(position.items(), None if count < 0 else count + 1)
+        if self.form.tokens_as_ids:
+            return ((f"token_id:{token_id}", max(entry.logprob, LOGPROB_MIN)) for token_id, entry in shown)
+        return (
+            (
+                f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token,
+                max(entry.logprob, LOGPROB_MIN),
+            )
+            for token_id, entry in shown
+        )
 
 
 @dataclass
