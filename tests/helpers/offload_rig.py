@@ -29,9 +29,7 @@ from tests.helpers.offload_parts import (
     window,
 )
 from tests.helpers.sched import ManualClock, NoGrammar
-from vllm.config import (
-    KVTransferConfig,
-)
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -112,6 +110,8 @@ class Rig:
         self.hasher = get_request_block_hasher(hash_size, sha256)
         self.publisher = Captured()
         self.clock = ManualClock()
+        self.memories = [self._allocate() for _ in range(self.ranks)]
+        self.workers = [self._make_worker(rank) for rank in range(self.ranks)]
         scheduler_cls = AsyncScheduler if self.config.scheduler_config.async_scheduling else Scheduler
         self.scheduler = scheduler_cls(
             vllm_config=self.config,
@@ -126,8 +126,6 @@ class Rig:
         assert connector is not None
         self.connector = connector
         self.aggregator = KVOutputAggregator.from_connector(connector, self.ranks)
-        self.memories = [self._allocate() for _ in range(self.ranks)]
-        self.workers = [self._make_worker(rank) for rank in range(self.ranks)]
         self.rows: dict[str, _Row] = {}
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -150,12 +148,17 @@ class Rig:
                 )
         return views
 
-    def _make_worker(self, rank: int) -> ActiveKVConnector:
+    def _rank_config(self, rank: int) -> VllmConfig:
+        """The configuration as a rank's process has it."""
         # Ranks are processes, elsewhere; here the engine id keeps their files apart.
         config = copy.copy(self.config)
         assert config.kv_transfer_config is not None
         config.kv_transfer_config = copy.copy(config.kv_transfer_config)
         config.kv_transfer_config.engine_id = f"rig{rank}"
+        return config
+
+    def _make_worker(self, rank: int) -> ActiveKVConnector:
+        config = self._rank_config(rank)
         connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.kv_config)
         connector.register_kv_caches(self.memories[rank])
         if self.held:
@@ -351,7 +354,7 @@ class Rig:
     def _forward(self, memory: dict[str, torch.Tensor], rank: int, row: _Row, start: int, end: int) -> None:
         for group, spec in enumerate(self.specs):
             pages, table = memory[f"layer{group}"], row.tables[group]
-            place = f"rank {rank} group {group}"
+            place = f"shard {spec.tp_shard(rank, self.ranks, 1)} group {group}"
             if isinstance(spec, CircularBufferSpec):
                 continue
             if isinstance(spec, MambaSpec):

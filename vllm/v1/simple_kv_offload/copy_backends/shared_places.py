@@ -48,6 +48,10 @@ class PlaceLocks:
         """Let the others in."""
         self._lock(_MUTEX, fcntl.F_UNLCK)
 
+    def drop_all(self) -> None:
+        """Give up all that this process has. Closing the file does it only if no forked child has it open too."""
+        self._lock(_MUTEX, fcntl.F_UNLCK, 1 + MAX_PLACES * (1 + MAX_MEMBERS))
+
     def keep_all_out(self) -> bool:
         """Take the mutex and every place at once; False if anybody has one of them."""
         return self._lock(_MUTEX, fcntl.F_WRLCK, 1 + MAX_PLACES)

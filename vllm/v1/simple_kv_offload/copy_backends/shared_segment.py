@@ -441,8 +441,9 @@ class SharedSegment:
                 if not self.attached() and is_at(self.path, os.fstat(self._fd)):
                     os.unlink(self.path)
         finally:
-            # Closing drops all locks; a place that could not be given back is found to be a dead one's.
+            # A place that could not be given back is found to be a dead one's.
             fd, self._fd = self._fd, -1
+            self._locks.drop_all()
             os.close(fd)
 
 

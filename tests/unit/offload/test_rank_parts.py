@@ -1,0 +1,104 @@
+"""Which part of a slot a rank reads and writes, from what the specs say about ranks with identical bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.helpers.offload_parts import full, mamba, ring
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.simple_kv_offload.rank_parts import RankParts, count_parts, rank_parts
+
+
+def heads(count: int | None, **fields: Any) -> KVCacheSpec:
+    return replace(full(), max_tp_shards=count, **fields)  # type: ignore[call-arg]
+
+
+def plan(*specs: KVCacheSpec) -> KVCacheConfig:
+    return KVCacheConfig(8, [], [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)])
+
+
+def views(*specs: KVCacheSpec, tp: int = 4, dcp: int = 1) -> list[RankParts]:
+    return [rank_parts(plan(*specs), rank, tp, dcp, 10) for rank in range(tp)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "tp", "dcp", "shards"),
+    [
+        (heads(None), 3, 1, [0, 1, 2]),
+        (heads(1), 3, 1, [0, 0, 0]),
+        (heads(2), 4, 1, [0, 0, 1, 1]),
+        (heads(8), 4, 1, [0, 1, 2, 3]),
+        (heads(3), 4, 1, [0, 1, 2, 3]),  # does not come out even: nothing is taken for the same
+        # The context is dealt to neighbours among the replicas of a head.
+        (heads(1, dcp_sharded=True), 4, 2, [0, 1, 0, 1]),
+        (heads(2, dcp_sharded=True), 8, 2, [0, 1, 0, 1, 2, 3, 2, 3]),
+        (heads(2, dcp_sharded=True), 4, 2, [0, 1, 2, 3]),
+        (heads(1, dcp_sharded=False), 4, 2, [0, 0, 0, 0]),
+        (mamba(), 2, 1, [0, 1]),
+        (replace(mamba(), tp_replicated=True), 2, 1, [0, 0]),  # type: ignore[call-arg]
+    ],
+)
+def test_ranks_with_one_number_hold_the_same_bytes(
+    spec: KVCacheSpec, tp: int, dcp: int, shards: list[int]
+) -> None:
+    assert [spec.tp_shard(rank, tp, dcp) for rank in range(tp)] == shards
+    assert shards.count(0) == spec.tp_replicas(tp, dcp)
+
+
+def test_a_uniform_group_is_as_split_as_its_members_together() -> None:
+    members = {"a": heads(1), "b": heads(2)}
+    group = UniformTypeKVCacheSpecs.from_specs(members)
+    assert group is not None
+    assert [group.tp_shard(rank, 4, 1) for rank in range(4)] == [0, 0, 1, 1]
+    for rank in range(4):
+        for other in range(4):
+            if group.tp_shard(rank, 4, 1) == group.tp_shard(other, 4, 1):
+                assert all(s.tp_shard(rank, 4, 1) == s.tp_shard(other, 4, 1) for s in members.values())
+
+
+@pytest.mark.parametrize(
+    ("specs", "parts"),
+    [
+        ((heads(1),), 1),
+        ((heads(2),), 2),
+        ((heads(None),), 4),
+        ((heads(1), mamba()), 4),
+        ((heads(1), ring()), 1),  # what is never stored needs no room
+    ],
+)
+def test_a_slot_has_a_part_for_each_rank_with_other_bytes(specs: tuple[KVCacheSpec, ...], parts: int) -> None:
+    assert count_parts(plan(*specs), 4, 1) == parts
+
+
+@pytest.mark.parametrize(
+    "specs", [(heads(1),), (heads(2),), (heads(None),), (heads(1), mamba()), (heads(2), heads(1))]
+)
+def test_every_part_of_a_block_is_written_by_one_rank_and_read_where_it_was_written(
+    specs: tuple[KVCacheSpec, ...],
+) -> None:
+    ranks = views(*specs)
+    for group, spec in enumerate(specs):
+        for slot in range(10):
+            writers: dict[int, int] = {}
+            for rank, view in enumerate(ranks):
+                row = view.first_part * 10 + view.row(slot, group)
+                assert row == spec.tp_shard(rank, 4, 1) * 10 + slot
+                assert view.slot(view.row(slot, group)) == slot
+                assert view.row(slot, group) < view.used_parts * 10
+                if view.writes(slot, group):
+                    assert writers.setdefault(row, rank) == rank
+            assert writers.keys() == {spec.tp_shard(rank, 4, 1) * 10 + slot for rank in range(4)}
+
+
+def test_replicas_carry_equal_shares() -> None:
+    ranks = views(heads(1))
+    assert [len(view.written(range(8), [])) for view in ranks] == [2, 2, 2, 2]
+
+
+def test_groups_need_not_be_named_where_they_make_no_difference() -> None:
+    for view in views(heads(1), ring(), heads(1)):
+        assert view.rows([3, 5], []) == view.rows([3, 5], [2, 0]) == [3, 5]
+        assert view.written([3, 5, 6], []) == view.written([3, 5, 6], [0, 2, 0])
