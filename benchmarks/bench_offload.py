@@ -16,10 +16,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import offload_copies
+from benchmarks import offload_copies, offload_throughput
 from benchmarks.offload_copies import GOAL_PAGE_BYTES, copy_speeds
 from benchmarks.offload_engines import LoadWatch, Model, dense_model, hybrid_model
-from benchmarks.offload_workloads import Scale, fleet, talks, throughput, ttft_by_length, working_set_blocks
+from benchmarks.offload_throughput import throughput, throughput_table
+from benchmarks.offload_workloads import Scale, fleet, talks, ttft_by_length, working_set_blocks
 from benchmarks.report import RESULTS, Panel, Table, machine, today, write_document
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -27,10 +28,6 @@ FULL = Scale(
     lengths={"dense": LENGTHS, "hybrid": LENGTHS},
     step_tokens=512,
     ttft_rounds=3,
-    busy_rounds=7,
-    busy_requests=16,
-    busy_prompt=192,
-    busy_output=24,
     conversations=16,
     turns=5,
     turn_tokens=176,
@@ -40,10 +37,6 @@ QUICK = Scale(
     lengths={"hybrid": (140, 200)},
     step_tokens=64,
     ttft_rounds=1,
-    busy_rounds=1,
-    busy_requests=4,
-    busy_prompt=40,
-    busy_output=4,
     conversations=8,
     turns=3,
     turn_tokens=60,
@@ -58,7 +51,7 @@ def measure(quick: bool, rounds: int | None, folder: Path) -> dict[str, Any]:
     """All figures of a run, with its load; `rounds` replaces the numbers of rounds with servers."""
     scale = QUICK if quick else FULL
     if rounds is not None:
-        scale = replace(scale, ttft_rounds=rounds, busy_rounds=rounds)
+        scale = replace(scale, ttft_rounds=rounds)
     watch = LoadWatch()
     dense, hybrid = dense_model(quick, folder), hybrid_model(quick, folder)
     data: dict[str, Any] = {"date": today(), "machine": machine(), "quick": quick}
@@ -69,6 +62,8 @@ def measure(quick: bool, rounds: int | None, folder: Path) -> dict[str, Any]:
         place = folder / f"disk-{kind}"
         place.mkdir()
         data["ttft"] += ttft_by_length(models[kind], lengths, scale.ttft_rounds, place)
+    busy = offload_throughput.QUICK if quick else offload_throughput.Load()
+    data["throughput"] = throughput(dense, busy if rounds is None else replace(busy, rounds=rounds))
     data |= _side_by_side(dense, scale)
     data["load"] = watch.report()
     data["goals"] = goals(data)
@@ -78,12 +73,10 @@ def measure(quick: bool, rounds: int | None, folder: Path) -> dict[str, Any]:
 def _side_by_side(model: Model, scale: Scale) -> dict[str, Any]:
     working_set = working_set_blocks(model, scale)
     with fleet(model, working_set, scale.step_tokens) as ships:
-        busy = throughput(ships, model, scale)
         crowded = talks(ships, model, scale, scale.conversations)
         # A quarter of the working set is one pool; half of that leaves room for what a step needs.
         roomy = talks(ships, model, scale, max(1, scale.conversations // 8))
     return {
-        "throughput": busy,
         "conversations": crowded | {"working_set_blocks": working_set},
         "roomy": roomy,
     }
@@ -93,7 +86,7 @@ def goals(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The project's goals that this run can tell about."""
     copies = [row for row in data["copies"] if row["page_bytes"] >= GOAL_PAGE_BYTES]
     slowest = min(row["backend_to_memcpy"] for row in copies)
-    kept = data["throughput"]["eager_to_off"]
+    kept = data["throughput"]["figures"]["tokens/s"]["eager_to_off"]
     by_page = f"slowest copy of pages ≥ {GOAL_PAGE_BYTES >> 10} KiB ≥ {COPY_GOAL:.0%} of memcpy by page"
     loss = f"throughput with offload and no hits ≥ {1 - LOSS_GOAL:.0%} of without"
     return [
@@ -129,7 +122,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
     return [
         _ttft_table(data["ttft"]),
         _copy_table(data["copies"]),
-        _throughput_table(data["throughput"]),
+        throughput_table(data["throughput"]),
         _talk_table(data["conversations"]),
         _write_table(data["conversations"], data["roomy"]),
     ]
@@ -183,35 +176,6 @@ def _copy_table(rows: list[dict[str, Any]]) -> Table:
         "backend / one memcpy",
     )
     return Table("Copies between host pools", text, columns, body)
-
-
-def _throughput_table(row: dict[str, Any]) -> Table:
-    spread = f"{min(row['eager_to_off_all']):.3f} … {max(row['eager_to_off_all']):.3f}"
-    cpu_spread = f"{min(row['cpu_eager_to_off_all']):.3f} … {max(row['cpu_eager_to_off_all']):.3f}"
-    text = (
-        f"{row['model']}, 8 clients, every prompt sent once: all cost, no use. Two servers take turns; the ratio is the "
-        f"median over {len(row['eager_to_off_all'])} pairs of neighbouring rounds."
-    )
-    speed, cpu = row["tokens_per_s"], row["cpu_s_per_token"]
-    body = [
-        [
-            "tokens/s",
-            f"{speed['off']:.1f}",
-            f"{speed['eager']:.1f}",
-            f"{row['eager_to_off']:.3f}",
-            spread,
-        ],
-        [
-            "processor ms/token",
-            f"{cpu['off'] * 1e3:.3f}",
-            f"{cpu['eager'] * 1e3:.3f}",
-            f"{row['cpu_eager_to_off']:.3f}",
-            cpu_spread,
-        ],
-    ]
-    return Table(
-        "What offload costs without any hit", text, ("figure", "off", "eager", "eager / off", "pairs"), body
-    )
 
 
 def _talk_table(row: dict[str, Any]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,11 @@ def hybrid_model(quick: bool, folder: Path) -> Model:
     if quick:
         return Model("tiny glm5_next", make_tiny("glm5_next", folder / "glm"))
     return Model("glm5_next, 33M (hybrid)", make_tiny("glm5_next", folder / "glm", overrides=HYBRID))
+
+
+def random_ids(chance: random.Random, model: Model, count: int) -> list[int]:
+    """A prompt that no other one shares a block with."""
+    return [chance.randrange(100 if model.vocabulary > 256 else 3, model.vocabulary) for _ in range(count)]
 
 
 @dataclass

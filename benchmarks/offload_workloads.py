@@ -1,15 +1,13 @@
-"""What the offload benchmark asks of its servers: prompts by length on every tier, busy rounds without hits, conversations.
+"""What the offload benchmark asks of its servers: prompts by length on every tier, conversations.
 
 Whatever is compared takes turns on servers that run side by side, or on one server; only one of them works at a time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -17,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from tqdm import tqdm
 
-from benchmarks.offload_engines import Engine, Model, Reply, completion, engine
+from benchmarks.offload_engines import Engine, Model, Reply, engine, random_ids
 from examples.kv_events import rebuild, replay
 from examples.serving import event_flags, offload_flags
 
@@ -37,19 +34,10 @@ class Scale:
     lengths: dict[str, tuple[int, ...]]
     step_tokens: int
     ttft_rounds: int
-    busy_rounds: int
-    busy_requests: int
-    busy_prompt: int
-    busy_output: int
     conversations: int
     turns: int
     turn_tokens: int
     answer_tokens: int
-
-
-def random_ids(chance: random.Random, model: Model, count: int) -> list[int]:
-    """A prompt that no other one shares a block with."""
-    return [chance.randrange(100 if model.vocabulary > 256 else 3, model.vocabulary) for _ in range(count)]
 
 
 # --- time to first token by length ------------------------------------------------------------------------------
@@ -166,60 +154,6 @@ def fleet(model: Model, working_set: int, step_tokens: int) -> Iterator[Fleet]:
             shown = tqdm(waiting.items(), desc=f"servers, {model.name}", unit="server")
             engines = {name: future.result() for name, future in shown}
         yield Fleet(engines, again, device, host)
-
-
-# --- throughput without hits ------------------------------------------------------------------------------------
-
-
-async def _busy(server: Engine, prompts: list[list[int]], output: int, concurrency: int) -> None:
-    gate = asyncio.Semaphore(concurrency)
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(
-        base_url=server.server.url, timeout=600, limits=limits, trust_env=False
-    ) as client:
-
-        async def one(prompt: list[int]) -> None:
-            async with gate:
-                reply = await client.post("/v1/completions", json=completion(prompt, output))
-                reply.raise_for_status()
-                details = reply.json()["usage"].get("prompt_tokens_details") or {}
-                assert not details.get("cached_tokens"), "a prompt that was never sent hit"
-
-        await asyncio.gather(*(one(prompt) for prompt in prompts))
-
-
-def throughput(ships: Fleet, model: Model, scale: Scale, concurrency: int = 8) -> dict[str, Any]:
-    """Tokens per second with offload (eager) and without, no prompt sent twice; the two take turns: ab, ba, ab, …"""
-    chance = random.Random(23)
-    pair = ("off", "eager")
-    tokens = scale.busy_requests * (scale.busy_prompt + scale.busy_output)
-    speed: dict[str, list[float]] = {name: [] for name in pair}
-    cpu: dict[str, list[float]] = {name: [] for name in pair}
-    with tqdm(total=2 * (scale.busy_rounds + 1), desc=f"throughput, {model.name}", unit="round") as bar:
-        for number in range(scale.busy_rounds + 1):
-            for name in pair if number % 2 else reversed(pair):
-                server = ships.engines[name]
-                prompts = [random_ids(chance, model, scale.busy_prompt) for _ in range(scale.busy_requests)]
-                used, started = server.cpu_seconds(), time.perf_counter()
-                asyncio.run(_busy(server, prompts, scale.busy_output, concurrency))
-                wall = time.perf_counter() - started
-                server.settle()
-                if number:  # the first round warms up
-                    speed[name].append(tokens / wall)
-                    cpu[name].append((server.cpu_seconds() - used) / tokens)
-                bar.update()
-    ratios = [on / off for on, off in zip(speed["eager"], speed["off"], strict=True)]
-    cpu_ratios = [on / off for on, off in zip(cpu["eager"], cpu["off"], strict=True)]
-    return {
-        "model": model.name,
-        "tokens_per_s": {name: statistics.median(values) for name, values in speed.items()},
-        "cpu_s_per_token": {name: statistics.median(values) for name, values in cpu.items()},
-        "eager_to_off": statistics.median(ratios),
-        "eager_to_off_all": ratios,
-        "cpu_eager_to_off": statistics.median(cpu_ratios),
-        "cpu_eager_to_off_all": cpu_ratios,
-        "tokens_per_s_all": speed,
-    }
 
 
 # --- conversations ----------------------------------------------------------------------------------------------

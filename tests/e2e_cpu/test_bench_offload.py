@@ -58,6 +58,16 @@ def test_copy_ratios_are_quotients_of_the_speeds_beside_them(data: dict[str, Any
     assert data["goals"][0]["met"] == (slowest >= 0.9)
 
 
+def test_what_offload_costs_is_the_median_of_neighbouring_rounds(data: dict[str, Any]) -> None:
+    cost = data["throughput"]
+    for figure in cost["figures"].values():
+        assert len(figure["all"]) == cost["pairs"] * cost["rounds"] == 1
+        assert figure["eager_to_off"] == pytest.approx(figure["eager"] / figure["off"])
+        assert figure["middle_half"][0] <= figure["eager_to_off"] <= figure["middle_half"][1]
+    assert cost["median_by_pair"] == [cost["figures"]["tokens/s"]["eager_to_off"]]
+    assert data["goals"][1]["measured"] == cost["figures"]["tokens/s"]["eager_to_off"]
+
+
 def test_conversations_add_up(data: dict[str, Any]) -> None:
     talk = data["conversations"]
     variants = talk["variants"]
