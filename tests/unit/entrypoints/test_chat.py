@@ -8,6 +8,7 @@ from vllm.exceptions import GenerationError
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.fixture
@@ -239,6 +240,50 @@ async def test_a_batch_of_conversations(tmp_path):
     assert body["usage"]["prompt_tokens"] == sum(
         len(call.prompt["prompt_token_ids"]) for call in app.engine.calls
     )
+
+
+async def test_what_a_batch_says_as_a_whole(tmp_path):
+    app = App(tmp_path, says(THOUGHT), ["--reasoning-parser", "qwen3"], kv_transfer_params={"a": 1})
+    body = {"messages": [HI, HI], "return_token_ids": True, "tools": [TOOL], "tool_choice": "none", "seed": 7}
+    reply = (await app.post(f"{PATH}/batch", body, headers={"X-Request-Id": "x"})).json()
+    assert reply["id"] == "chatcmpl-x"
+    assert [call.request_id for call in app.engine.calls] == ["chatcmpl-x-0", "chatcmpl-x-1"]
+    assert [call.params.seed for call in app.engine.calls] == [7, 7]
+    assert (reply["prompt_token_ids"], reply["kv_transfer_params"]) == (None, None)
+    assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    one = (await app.post(f"{PATH}/batch", {**body, "messages": [HI]})).json()
+    assert one["prompt_token_ids"]
+    assert one["kv_transfer_params"] == {"a": 1}
+
+
+async def test_a_cache_mark_within_one_conversation_of_a_batch_is_its_own(app):
+    marked = [{"role": "user", "content": "hi", "cache_control": {"type": "ephemeral"}}]
+    await app.post(f"{PATH}/batch", {"messages": [HI, marked]})
+    hints = [(call.params.extra_args or {}).get("kv_retention") for call in app.engine.calls]
+    assert hints[0] is None
+    assert hints[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"messages": [HI] * 1025}, "messages"),
+        ({"messages": [HI] * 1000, "n": 17}, "n"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"return_prompt_text": True}, "return_prompt_text"),
+    ],
+)
+async def test_batches_that_are_too_much(app, more, param):
+    error = await app.error(f"{PATH}/batch", {"messages": [HI, HI], **more})
+    assert (error["code"], error["param"]) == (400, param)
+    assert not app.engine.calls
+
+
+async def test_given_token_ids_are_reported_whatever_else_is_asked_for(app):
+    for body in ({}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 1}):
+        choice = (await app.chat(logprob_token_ids=[1100], **body))["choices"][0]
+        top = choice["logprobs"]["content"][0]["top_logprobs"]
+        assert any(entry["logprob"] == -2.5 for entry in top)
 
 
 async def test_batch_refusals(app):

@@ -177,6 +177,23 @@ class GenerationFields(OpenAIBaseModel):
                     value=len(items),
                 )
 
+    def check_prompt_count(self, field: str, count: int) -> None:
+        """So many prompts in one request, each with `n` samples, are not too many."""
+        if count > envs.VLLM_MAX_COMPLETION_PROMPTS:
+            raise VLLMValidationError(
+                f"{field} holds {count} prompts, at most {envs.VLLM_MAX_COMPLETION_PROMPTS} are allowed "
+                "(VLLM_MAX_COMPLETION_PROMPTS)",
+                parameter=field,
+                value=count,
+            )
+        if count * self.n > envs.VLLM_MAX_N_SEQUENCES:
+            raise VLLMValidationError(
+                f"{count} prompts with n={self.n} are {count * self.n} samples, at most {envs.VLLM_MAX_N_SEQUENCES} are "
+                "allowed (VLLM_MAX_N_SEQUENCES)",
+                parameter="n",
+                value=self.n,
+            )
+
     # --- into the engine's parameters ---------------------------------------------------------------------------
 
     def _constraint(self) -> StructuredOutputsParams | None:

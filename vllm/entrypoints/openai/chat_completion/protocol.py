@@ -154,12 +154,15 @@ class ChatCompletionRequest(_ChatFields):
     messages: Objects
 
     @model_validator(mode="after")
-    def _take_mark_of_messages(self) -> ChatCompletionRequest:
+    def _check_marks(self) -> ChatCompletionRequest:
+        self.take_mark_of_messages()
+        return self
+
+    def take_mark_of_messages(self) -> None:
         """A `cache_control` within the messages counts for the request, as the last one says."""
         if self.kv_retention is None and self.cache_control is None:
             self.cache_control = last_cache_control(self.messages)
             self._retention()
-        return self
 
 
 class BatchChatCompletionRequest(_ChatFields):
@@ -171,12 +174,21 @@ class BatchChatCompletionRequest(_ChatFields):
     def _check_batch(self) -> BatchChatCompletionRequest:
         if self.stream:
             raise VLLMValidationError("a batch of conversations cannot be streamed", parameter="stream")
+        self.check_prompt_count("messages", len(self.messages))
+        if len(self.messages) > 1:
+            for name in ("prompt_logprobs", "return_prompt_text"):
+                if getattr(self, name) not in (None, False):
+                    raise VLLMValidationError(
+                        f"{name} needs one conversation: a reply has one place for it", parameter=name
+                    )
         return self
 
     def single(self, index: int) -> ChatCompletionRequest:
-        """The request for one of the conversations."""
-        values = self.model_dump(exclude_unset=True, exclude={"messages"}, by_alias=True)
-        return ChatCompletionRequest(**values, messages=self.messages[index])
+        """The request for one of the conversations, with the fields that were checked for all of them."""
+        shared = {name: getattr(self, name) for name in self.model_fields_set}
+        one = ChatCompletionRequest.model_construct(**{**shared, "messages": self.messages[index]})
+        one.take_mark_of_messages()
+        return one
 
 
 class FunctionCall(BaseModel):

@@ -42,7 +42,7 @@ from vllm.entrypoints.openai.serving_base import (
     truncation_of,
 )
 from vllm.entrypoints.openai.sse import sse_event
-from vllm.entrypoints.openai.usage import UsageCounter, UsageInfo, joined_details
+from vllm.entrypoints.openai.usage import CompletionTokensDetails, UsageCounter, UsageInfo, joined_details
 from vllm.entrypoints.serve.utils.request_logger import RequestLogger
 from vllm.exceptions import VLLMError
 from vllm.outputs import RequestOutput
@@ -129,11 +129,11 @@ class OpenAIServingChat(OpenAIServing):
         self, request: BatchChatCompletionRequest, caller: Caller
     ) -> list[ChatCompletionResponse]:
         """The replies to all conversations, made together; the first error ends the others."""
-        tasks = [
-            asyncio.ensure_future(self._create(request.single(index), caller, f"-{index}"))
-            for index in range(len(request.messages))
-        ]
+        tasks: list[asyncio.Task[Any]] = []
         try:
+            for index in range(len(request.messages)):
+                tasks.append(asyncio.create_task(self._create(request.single(index), caller, f"-{index}")))
+                await asyncio.sleep(0)  # other requests have their turn
             parts = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -206,7 +206,7 @@ class OpenAIServingChat(OpenAIServing):
         echoed = content if request.echo and isinstance(content, str) and last.get("role") == role else ""
         form = MessageFormat(
             role=role,
-            top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            top_logprobs=_shown_logprobs(request),
             tokens_as_ids=self.tokens_as_ids(request),
             token_ids=bool(request.return_token_ids),
             weight_versions=request.return_weight_versions,
@@ -342,6 +342,13 @@ class OpenAIServingChat(OpenAIServing):
         return request_metrics(last)
 
 
+def _shown_logprobs(request: ChatCompletionRequest) -> int | None:
+    """How many log probabilities stand beside a token, −1 for all that come; None for none, and not its own either."""
+    if request.logprob_token_ids:
+        return -1
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
 def _whole_choice(delta: ChatStreamChoice, role: str) -> ChatChoice:
     """The choice of a whole reply from its one delta."""
     calls = [
@@ -368,8 +375,11 @@ def _whole_choice(delta: ChatStreamChoice, role: str) -> ChatChoice:
 
 
 def _joined(parts: list[ChatCompletionResponse], n: int) -> ChatCompletionResponse:
-    """Several replies as one, usage summed."""
+    """Several replies as one, usage summed. What a reply can say of one prompt only is said of none."""
     first = parts[0]
+    whole_id = first.id.rpartition("-")[0]
+    if len(parts) == 1:
+        return first.model_copy(update={"id": whole_id})
     choices = []
     for index, part in enumerate(parts):
         for choice in part.choices:
@@ -381,4 +391,10 @@ def _joined(parts: list[ChatCompletionResponse], n: int) -> ChatCompletionRespon
         total_tokens=sum(part.usage.total_tokens for part in parts),
     )
     usage.prompt_tokens_details = joined_details(part.usage for part in parts)
-    return first.model_copy(update={"choices": choices, "usage": usage})
+    reasoning = [part.usage.completion_tokens_details for part in parts]
+    if any(reasoning):
+        tokens = sum(details.reasoning_tokens for details in reasoning if details is not None)
+        usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=tokens)
+    return ChatCompletionResponse(
+        id=whole_id, created=first.created, model=first.model, choices=choices, usage=usage
+    )

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from vllm import envs
 from vllm.entrypoints.openai.field_types import Prompt
 from vllm.entrypoints.openai.late_json import LateJson
 from vllm.entrypoints.openai.request_fields import GenerationFields
@@ -51,25 +50,8 @@ class CompletionRequest(GenerationFields):
                 parameter="max_tokens",
                 value=self.max_tokens,
             )
-        self._check_prompt_count()
+        self.check_prompt_count("prompt", len(self.prompts()))
         return self
-
-    def _check_prompt_count(self) -> None:
-        count = len(self.prompts())
-        if count > envs.VLLM_MAX_COMPLETION_PROMPTS:
-            raise VLLMValidationError(
-                f"prompt holds {count} prompts, at most {envs.VLLM_MAX_COMPLETION_PROMPTS} are allowed "
-                "(VLLM_MAX_COMPLETION_PROMPTS)",
-                parameter="prompt",
-                value=count,
-            )
-        if count * self.n > envs.VLLM_MAX_N_SEQUENCES:
-            raise VLLMValidationError(
-                f"{count} prompts with n={self.n} are {count * self.n} samples, at most {envs.VLLM_MAX_N_SEQUENCES} are "
-                "allowed (VLLM_MAX_N_SEQUENCES)",
-                parameter="n",
-                value=self.n,
-            )
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or token ids."""
