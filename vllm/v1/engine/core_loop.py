@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.plugins import load_general_plugins
@@ -98,11 +99,12 @@ class EngineCore:
         return prepared, request.current_wave
 
     def add_request(self, request: Request, wave: int = 0) -> None:
-        """Queue a request. Raises ValueError for an id in use (the request that has it goes on) or unusable values."""
+        """Queue a request, or hand an open session its next input.
+
+        Raises ValueError for an id in use (the request that has it goes on) or unusable values.
+        """
         if not isinstance(request.request_id, str):
             raise TypeError(f"request_id must be a string, got {type(request.request_id).__name__}")
-        if self.scheduler.has_request(request.request_id) and not request.resumable:
-            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
         if self.control.is_draining:
             self._held_back.append(request)
             return
@@ -296,7 +298,13 @@ class EngineCore:
         if self._held_back and not self.control.is_draining:
             held, self._held_back = self._held_back, []
             for request in held:
-                self.scheduler.add_request(request)
+                try:
+                    self.scheduler.add_request(request)
+                except (ValueError, TypeError, VLLMError) as error:
+                    logger.exception("A request was refused.")
+                    self._tell_ended(
+                        [request], FinishReason.ERROR, RequestError("invalid_request", str(error))
+                    )
 
     def go_idle(self) -> None:
         """Nothing is left to do for now: publish events that wait for a next step."""
