@@ -45,7 +45,7 @@ class BlockHashToBlockMap:
 
     __slots__ = ("entries",)
 
-    def __init__(self, expected: int = 0) -> None:
+    def __init__(self, *, expected: int = 0) -> None:
         self.entries = make_entries(expected)
         """Changed in place only: allocations hold on to it."""
 
@@ -201,7 +201,7 @@ class BlockIndex:
     def __init__(
         self, enable_events: bool, medium: str, num_hash_lookahead_tokens: int, expected_blocks: int = 0
     ) -> None:
-        self.map = BlockHashToBlockMap(expected_blocks)
+        self.map = BlockHashToBlockMap(expected=expected_blocks)
         self.secondary: dict[int, dict[BlockHashWithGroupId, int | None]] = {}
         """Block id → keys beyond the primary one → prefix tokens each covers."""
         self.tally = Tally()

@@ -54,7 +54,7 @@ class ReqMeta:
     slot_mapping: list[int]
     is_store: bool
     mm_hashes: list[str]
-    extra_keys: ExtraKeys = ()
+    extra_keys: ExtraKeys = field(default=(), kw_only=True)
 
     @classmethod
     def make(
@@ -72,7 +72,7 @@ class ReqMeta:
             block_ids[position // block_size] * block_size + position % block_size
             for position in range(num_tokens)
         ]
-        return cls(list(token_ids[:num_tokens]), slots, is_store, list(mm_hashes), extra_keys)
+        return cls(list(token_ids[:num_tokens]), slots, is_store, list(mm_hashes), extra_keys=extra_keys)
 
 
 @dataclass
