@@ -186,6 +186,12 @@ async def test_offsets_begin_at_zero_without_echo(app):
     assert logprobs["top_logprobs"][0] == {"foo": -0.25, "alt100": -2.5}
 
 
+@pytest.mark.parametrize("logprobs", [None, 0, 1])
+async def test_given_token_ids_are_reported_whatever_else_is_asked_for(app, logprobs):
+    body = await app.complete(logprobs=logprobs, logprob_token_ids=[1100])
+    assert body["choices"][0]["logprobs"]["top_logprobs"][0] == {"foo": -0.25, "alt100": -2.5}
+
+
 async def test_logprobs_zero_reports_the_taken_token_only(app):
     logprobs = (await app.complete(logprobs=0))["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"foo": -0.25}, {" bar": -0.25}]

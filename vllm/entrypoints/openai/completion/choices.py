@@ -24,7 +24,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 @dataclass(frozen=True)
 class ChoiceFormat:
-    """How the choices of a request are shown."""
+    """How the choices of a request are shown. `logprobs` −1: all that come, as of given token ids."""
 
     echo: bool
     logprobs: int | None
@@ -39,7 +39,7 @@ class ChoiceFormat:
         hides = request.skip_special_tokens is not False
         return ChoiceFormat(
             echo=bool(request.echo),
-            logprobs=request.logprobs,
+            logprobs=-1 if request.logprob_token_ids else request.logprobs,
             tokens_as_ids=tokens_as_ids,
             token_ids=bool(request.return_token_ids),
             weight_versions=request.return_weight_versions,
