@@ -195,6 +195,17 @@ def test_a_defect_in_one_output_ends_that_request_only() -> None:
     assert list(proc.request_states) == ["b"]
 
 
+def test_a_broken_output_of_a_request_without_a_queue_ends_it_with_an_error() -> None:
+    proc = processor()
+    proc.add_request(make_request("a", logprobs=1, output_kind=FINAL), None)
+    broken: Any = LogprobsLists(None, None, None)  # type: ignore[arg-type]
+    made = outputs_of(proc.process_outputs([out("a", "x", new_logprobs=broken)]))[0]
+    assert made.finished
+    assert made.outputs[0].finish_reason == "error"
+    assert "TypeError" in str(made.outputs[0].stop_reason)
+    assert not proc.request_states
+
+
 def test_an_id_in_use_is_refused_and_its_owner_goes_on() -> None:
     proc = processor()
     proc.add_request(make_request(), None)

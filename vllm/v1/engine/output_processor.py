@@ -217,7 +217,10 @@ class OutputProcessor:
 
     def _end_broken(self, state: RequestState, error: Exception, result: OutputProcessorOutput) -> None:
         result.reqs_to_abort.append(state.request_id)
-        state.deliver(error)
+        if not state.deliver(error):
+            made = state.make_failed_output(error)
+            if made is not None:
+                result.request_outputs.append(made)
         if state.request_id in self.request_states:
             self._forget(state)
 

@@ -126,6 +126,26 @@ class RequestState:
             outputs, finished = self.parent_req.get_outputs(self.request_id, outputs[0])
         return self._request_output(outputs, finished) if outputs else None
 
+    def make_failed_output(self, error: Exception) -> RequestOutput | None:
+        """The last output of a request whose outputs cannot be processed; it uses nothing that may be broken."""
+        failed = CompletionOutput(
+            index=self.request_index,
+            text="",
+            token_ids=[],
+            cumulative_logprob=None,
+            logprobs=None,
+            finish_reason=str(FinishReason.ERROR),
+            stop_reason=f"{type(error).__name__}: {error}",
+        )
+        outputs, finished = [failed], True
+        if self.parent_req is not None:
+            outputs, finished = self.parent_req.get_outputs(self.request_id, failed)
+        if not outputs:
+            return None
+        return RequestOutput(
+            self.external_req_id, self.prompt, self.prompt_token_ids, None, outputs, finished
+        )
+
     def make_pooling_output(self, data: Any, error: Any = None) -> PoolingRequestOutput[PoolingOutput]:
         """The one output of a pooling request."""
         return PoolingRequestOutput(
