@@ -115,7 +115,7 @@ def _check_chains(run: Run, offload: SimpleCPUOffloadScheduler) -> None:
     for group_id, spec in enumerate(run.params.specs):
         if not isinstance(spec, FullAttentionSpec):
             continue
-        per_block = spec.block_size // run.world.hash_block_size
+        per_block = run.params.tokens_per_block(spec) // run.world.hash_block_size
         for request in run.requests.values():
             keys = [
                 make_block_hash_with_group_id(block_hash, group_id)

@@ -129,16 +129,32 @@ class Rows:
         return table[index] if index < len(table) else 0
 
 
+@dataclass(frozen=True)
+class Context:
+    """The share of a rank where ranks split the context: every `ranks`-th position from `rank` on."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def has(self, position: int) -> bool:
+        """Whether the rank holds the row of this position."""
+        return position % self.ranks == self.rank
+
+
+NO_SPLIT = Context()
+
+
 class Group:
     """How one kind uses its blocks on one rank. Subclasses say what is written and what may be read."""
 
     shard = 0
     """Which of the different bytes of its layers the rank holds."""
 
-    def __init__(self, group_id: int, spec: KVCacheSpec) -> None:
+    def __init__(self, group_id: int, spec: KVCacheSpec, context: Context) -> None:
         self.group_id = group_id
         self.spec = spec
-        self.block_size = spec.block_size
+        self.context = context if spec.dcp_sharded else NO_SPLIT
+        self.block_size = spec.block_size * self.context.ranks
         self.cacheable = spec.prefix_cacheable
 
     def before(self, memory: Memory, rows: Rows) -> None:
@@ -157,6 +173,7 @@ class Group:
         return {
             p - start: versioned(in_group(prints[p + 1], self.group_id), version, self.shard)
             for p in range(start, end)
+            if self.context.has(p)
         }
 
     def _expect(self, memory: Memory, rows: Rows, block: int, slot: int, num_tokens: int) -> None:
@@ -188,13 +205,15 @@ class RowGroup(Group):
             start = max(start, rows.replay_end)
         for position in range(start, rows.end):
             block = rows.block(self.group_id, position // self.block_size)
-            if block == 0:
+            if block == 0 or not self.context.has(position):
                 continue
             stamp = rows.stamp(self.group_id, position + 1, self.shard)
             memory.page(block).write(self.group_id, self.block_size, position % self.block_size, stamp)
 
     def read(self, memory: Memory, rows: Rows) -> None:
         for position in range(self.first_visible(rows), rows.end):
+            if not self.context.has(position):
+                continue
             block = rows.block(self.group_id, position // self.block_size)
             self._expect(memory, rows, block, position % self.block_size, position + 1)
 
@@ -238,8 +257,8 @@ class StateGroup(Group):
 class RingGroup(Group):
     """Rows of the group of tokens that is still open, at position modulo capacity; read before written."""
 
-    def __init__(self, group_id: int, spec: KVCacheSpec, ratio: int) -> None:
-        super().__init__(group_id, spec)
+    def __init__(self, group_id: int, spec: KVCacheSpec, context: Context, ratio: int) -> None:
+        super().__init__(group_id, spec, context)
         self.ratio = min(ratio, spec.block_size)
 
     def write(self, memory: Memory, rows: Rows) -> None:
@@ -254,21 +273,24 @@ class RingGroup(Group):
 
 
 def make_groups(
-    specs: Sequence[KVCacheSpec], ring_ratio: int, shards: Sequence[int] | None = None
+    specs: Sequence[KVCacheSpec],
+    ring_ratio: int,
+    shards: Sequence[int] | None = None,
+    context: Context = NO_SPLIT,
 ) -> list[Group]:
     """The kinds' use of memory, by group."""
     groups: list[Group] = []
     for group_id, spec in enumerate(specs):
         if isinstance(spec, MambaSpec):
-            groups.append(StateGroup(group_id, spec))
+            groups.append(StateGroup(group_id, spec, context))
         elif isinstance(spec, CircularBufferSpec):
-            groups.append(RingGroup(group_id, spec, ring_ratio))
+            groups.append(RingGroup(group_id, spec, context, ring_ratio))
         elif isinstance(spec, SlidingWindowSpec):
-            groups.append(WindowGroup(group_id, spec))
+            groups.append(WindowGroup(group_id, spec, context))
         elif isinstance(spec, ChunkedLocalAttentionSpec):
-            groups.append(ChunkGroup(group_id, spec))
+            groups.append(ChunkGroup(group_id, spec, context))
         else:
-            groups.append(RowGroup(group_id, spec))
+            groups.append(RowGroup(group_id, spec, context))
     for group, shard in zip(groups, shards or [0] * len(groups), strict=True):
         group.shard = shard
     return groups

@@ -11,6 +11,7 @@ MARKS = frozenset(
         "content to go first",
         "hold ended",
         "local hit",
+        "hit with a split context",
         "external hit",
         "hit in one group without room in another",
         "preempt",

@@ -6,6 +6,7 @@ seeds (swarm testing), because combinations that are always on hide each other.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field, replace
 
@@ -100,8 +101,14 @@ class SimParams:
     """The drafter reads hidden states, so that the last block of a hit is computed again."""
     shared: bool = False
     """The host tier is a pool that another engine uses too."""
+    dcp: int = 1
+    """Ranks that split the context of a group, where its spec says so."""
     grammars: bool = False
     """Some requests have a grammar, for which they wait."""
+
+    def tokens_per_block(self, spec: KVCacheSpec) -> int:
+        """A block on all ranks together: where they split the context, each holds a block's worth."""
+        return spec.block_size * (self.dcp if spec.dcp_sharded else 1)
 
     @property
     def fault_probability(self) -> float:
@@ -235,7 +242,31 @@ def draw_params(seed: int) -> SimParams:
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
     params = _with_drafts(_with_two_lazy(_with_second(_with_policies(_with_disk(_fit(params))))))
-    return replace(_with_kept_disk(_with_other_engine(params)), grammars=draw_grammars(seed))
+    params = _with_split_context(_with_kept_disk(_with_other_engine(params)))
+    return replace(params, grammars=draw_grammars(seed))
+
+
+def _with_split_context(params: SimParams) -> SimParams:
+    """Decode context parallelism in some of the worlds with several ranks; drawn apart, so that the others stay."""
+    rng = Streams(params.seed).stream("split context")
+    if params.ranks == 1 or rng.random() >= (0.6 if params.shared else 0.3):
+        return params
+    dcp = rng.choice([n for n in (2, 3, 4) if params.ranks % n == 0])
+    # A ring starts with a whole group of its tokens: pooled keys beside it see to that in a model.
+    has_ring = any(isinstance(spec, CircularBufferSpec) for spec in params.specs)
+    unit = math.lcm(params.match_unit or 1, params.ring_ratio if has_ring else 1)
+    sizes = [n for n in (1, 2, 4) if n * dcp <= 8 and n * dcp % unit == 0]
+    specs = []
+    for spec in params.specs:
+        if isinstance(spec, AttentionSpec) and spec.dcp_sharded:
+            is_full = isinstance(spec, FullAttentionSpec)
+            if is_full or rng.random() < 0.6:
+                heads = 1 if params.shared and rng.random() < 0.7 else spec.max_tp_shards
+                spec = replace(spec, block_size=rng.choice(sizes), max_tp_shards=heads)
+            else:
+                spec = replace(spec, dcp_sharded=False)
+        specs.append(spec)
+    return _fit(replace(params, dcp=dcp, specs=tuple(specs)))
 
 
 def _with_drafts(params: SimParams) -> SimParams:
@@ -430,7 +461,7 @@ class _Limits:
         self.parallel_config = self
         self.scheduler_config = self
         self.max_model_len = max_model_len
-        self.decode_context_parallel_size = 1
+        self.decode_context_parallel_size = params.dcp
         self.max_num_encoder_input_tokens = 0
         self.max_in_flight_tokens = steps * params.max_num_batched_tokens
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tests.sim.copies import Lanes
-from tests.sim.device import Group, Memory, Page, make_groups
+from tests.sim.device import Context, Group, Memory, Page, make_groups
 from tests.sim.failure import SimFailure
 from tests.sim.params import SimParams
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
@@ -18,21 +18,24 @@ from vllm.v1.simple_kv_offload.rank_parts import RankParts, rank_parts
 Pairs = list[tuple[int, int]]
 
 
-def shard_of(spec: KVCacheSpec, rank: int, ranks: int) -> int:
-    """Which of the different bytes of a group a rank holds."""
+def shard_of(spec: KVCacheSpec, rank: int, params: SimParams) -> int:
+    """Which of the different bytes of a group a rank holds: those of its heads, and of these its part of the context."""
+    ranks, split = params.ranks, params.dcp if spec.dcp_sharded else 1
     if not spec.prefix_cacheable:
         return rank
     if isinstance(spec, MambaSpec):
         return 0 if spec.tp_replicated else rank
     assert isinstance(spec, AttentionSpec)
     heads = spec.max_tp_shards
-    return rank if heads is None or heads >= ranks or ranks % heads else rank * heads // ranks
+    if heads is None or heads * split >= ranks or ranks % (heads * split):
+        return rank
+    return rank * heads // ranks * split + rank % split
 
 
 def count_shards(params: SimParams) -> int:
     """Parts that a slot must have."""
     return 1 + max(
-        shard_of(spec, rank, params.ranks)
+        shard_of(spec, rank, params)
         for spec in params.specs
         if spec.prefix_cacheable
         for rank in range(params.ranks)
@@ -40,14 +43,14 @@ def count_shards(params: SimParams) -> int:
 
 
 def groups_of_ranks(params: SimParams) -> list[list[Group]]:
-    """The kinds' use of memory, by rank. Ranks differ in their bytes only where that matters."""
+    """The kinds' use of memory, by rank. Ranks hold different bytes of a position only where that matters."""
+    contexts = [Context(rank % params.dcp, params.dcp) for rank in range(params.ranks)]
     if not params.shared:
-        return [make_groups(params.specs, params.ring_ratio)] * params.ranks
+        return [make_groups(params.specs, params.ring_ratio, context=context) for context in contexts]
+    shards = [[shard_of(spec, rank, params) for spec in params.specs] for rank in range(params.ranks)]
     return [
-        make_groups(
-            params.specs, params.ring_ratio, [shard_of(spec, rank, params.ranks) for spec in params.specs]
-        )
-        for rank in range(params.ranks)
+        make_groups(params.specs, params.ring_ratio, own, context)
+        for own, context in zip(shards, contexts, strict=True)
     ]
 
 
@@ -74,8 +77,8 @@ def host_memories(params: SimParams) -> list[Memory]:
     pages = Memory(count_shards(params) * num_slots).pages
     memories: list[Memory] = []
     for rank in range(params.ranks):
-        shards = [shard_of(spec, rank, params.ranks) if spec.prefix_cacheable else 0 for spec in params.specs]
-        parts = rank_parts(plan, rank, params.ranks, 1, num_slots)
+        shards = [shard_of(spec, rank, params) if spec.prefix_cacheable else 0 for spec in params.specs]
+        parts = rank_parts(plan, rank, params.ranks, params.dcp, num_slots)
         memories.append(PartMemory(pages, num_slots, parts, shards))
     return memories
 

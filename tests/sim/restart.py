@@ -111,8 +111,9 @@ def _is_right(run: Killable, slot: int, keys: KeptKeys) -> bool:
     """Whether the slot has the bytes of these keys on all ranks, or bytes that a read finds out."""
     worker = run.worker
     memories = worker.hosts if run.params.disk else worker.disks
-    for page, (key, _) in product([memory.page(slot) for memory in memories], keys):
-        group = worker.groups[get_group_id(key)]
+    pages = zip([memory.page(slot) for memory in memories], worker.rank_groups, strict=True)
+    for (page, groups), (key, _) in product(pages, keys):
+        group = groups[get_group_id(key)]
         prints = run.registry.prints(bytes(get_block_hash(key)))  # type: ignore[arg-type]
         expected = group.expected_page(prints, worker.version)
         right = all(page.read(group.group_id, at) == stamp for at, stamp in expected.items())

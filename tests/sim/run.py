@@ -260,6 +260,8 @@ class Run(Killable, SharedRun, StepMarks):
             )
             if new.num_computed_tokens:
                 self.marks.hit("local hit")
+                if params.dcp > 1:
+                    self.marks.hit("hit with a split context")
                 if self.requests[new.req_id].num_preemptions:
                     self.marks.hit("resumed with a hit")
                 if new.num_computed_tokens == len(tokens) - 1:
@@ -389,7 +391,7 @@ class Run(Killable, SharedRun, StepMarks):
             return
         request = self.requests[truth.request_id]
         group_id = self.offload.fa_gidx
-        size = self.params.specs[group_id].block_size
+        size = self.worker.groups[group_id].block_size
         coordinator = self.scheduler.kv_cache_manager.coordinator
         confirmed = coordinator.get_num_cacheable_tokens(request.num_tokens - 1, group_id)
         for end in range(size, confirmed + 1, size):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
 from vllm.v1.simple_kv_offload.rank_parts import RankParts
 from vllm.v1.simple_kv_offload.shared_pool import SharedPool, SlotState
@@ -112,7 +113,20 @@ def _groups_are_not_told_apart(original: Any) -> Any:
     return groups
 
 
+def _parts_of_the_context_count_as_copies(original: Any) -> Any:
+    """Ranks that split the context are taken for ranks with the same bytes."""
+
+    def tp_shard(self: Any, rank: int, tp_size: int, dcp_size: int) -> int:
+        del dcp_size
+        return int(original(self, rank, tp_size, 1))
+
+    return tp_shard
+
+
 SHARED_POOL_MUTANTS = {
+    "parts of the context count as copies": _replaced(
+        AttentionSpec, "tp_shard", _parts_of_the_context_count_as_copies
+    ),
     "wrong part of a slot": _replaced(RankParts, "row", _wrong_part),
     "shared content written by nobody": _replaced(RankParts, "writes", _nobody_writes),
     "shared content written by all": _replaced(RankParts, "writes", _all_write),

@@ -208,7 +208,7 @@ class SimWorker(CopyWorker):
                 spec = group.spec
                 if (
                     isinstance(spec, SlidingWindowSpec)
-                    and rows.start >= spec.sliding_window + spec.block_size
+                    and rows.start >= spec.sliding_window + group.block_size
                 ):
                     self.marks.hit("window slid")
                 if isinstance(spec, MambaSpec) and rows.start > 0:

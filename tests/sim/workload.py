@@ -54,7 +54,8 @@ class Workload:
 
     def __init__(self, params: SimParams, rng: random.Random) -> None:
         self._params = params
-        self._edges = sorted({s.block_size for s in params.specs if s.block_size <= 8})
+        sizes = {params.tokens_per_block(spec) for spec in params.specs}
+        self._edges = sorted(size for size in sizes if size <= 8)
         longest = params.max_model_len
         self._prefixes = [
             [rng.randint(1, ALPHABET) for _ in range(longest)] for _ in range(rng.randint(*_PREFIXES))

@@ -200,6 +200,7 @@ def _vllm_config(params: SimParams) -> VllmConfig:
     config.cache_config.num_gpu_blocks = params.device_blocks
     config.cache_config.kv_retention_share = params.kv_retention_share
     config.parallel_config.tensor_parallel_size = params.ranks
+    config.parallel_config.decode_context_parallel_size = params.dcp
     config.parallel_config.world_size = params.ranks
     return config
 
