@@ -14,6 +14,7 @@ from tests.helpers.sched import (
     ring,
     window,
 )
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.message_types import FinishReason
 from vllm.v1.request import RequestStatus
@@ -167,6 +168,23 @@ def test_an_input_brings_its_own_wish_for_log_probabilities(driver: Driver) -> N
     driver.scheduler.add_request(update)
     assert request.wants_logprobs
     assert not request.has_plain_output
+
+
+def test_only_the_first_answer_of_a_session_can_follow_a_grammar(driver: Driver) -> None:
+    request = driver.add("s", prompt(9), max_tokens=4, resumable=True)
+    drain(driver)
+    grammar = StructuredOutputsParams(regex="a+")
+    constrained = make_request(driver.scheduler, "s", prompt(5), structured_outputs=grammar)
+    with pytest.raises(ValueError, match="'s': only the answer to its first input"):
+        driver.scheduler.add_request(constrained)
+    assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    # As if the first answer had one.
+    request.structured_output_request = constrained.structured_output_request
+    driver.ends.clear()
+    driver.scheduler.add_request(make_request(driver.scheduler, "s", prompt(5), 3, resumable=False))
+    assert not request.use_structured_output
+    driver.run()
+    driver.assert_at_rest()
 
 
 def test_a_reset_of_what_runs_takes_the_blocks_of_a_paused_session_too(driver: Driver) -> None:

@@ -257,7 +257,8 @@ class RequestLifecycle(SchedulerInterface):
         """Queue a request, or hand a further input to an open session.
 
         Raises:
-            ValueError: the id is in use and is no open session, or the input has no tokens.  Nothing has changed then.
+            ValueError: the id is in use and is no open session, or the input has no tokens or a grammar.  Nothing has
+                changed then.
         """
         existing = self.requests.get(request.request_id)
         if existing is not None:
@@ -284,6 +285,10 @@ class RequestLifecycle(SchedulerInterface):
         if update.resumable and update.num_prompt_tokens == 0:
             raise ValueError(
                 f"the input of session {update.request_id!r} has no tokens; only its last may be empty"
+            )
+        if update.structured_output_request is not None:
+            raise ValueError(
+                f"session {update.request_id!r}: only the answer to its first input can follow a grammar"
             )
         self._sessions.push(existing, update)
         if existing.status is RequestStatus.WAITING_FOR_STREAMING_REQ:

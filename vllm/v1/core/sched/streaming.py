@@ -82,6 +82,7 @@ def _extend(request: Request, update: Request, hash_block_size: int) -> None:
     request.num_output_placeholders = 0
     request.spec_token_ids = []
     request.sampling_params = update.sampling_params
+    request.structured_output_request = None  # its grammar was for the first answer
     request.wants_logprobs, request.plain_output = update.wants_logprobs, update.plain_output
     request.max_tokens = update.max_tokens
     request.resumable = update.resumable
