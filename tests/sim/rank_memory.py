@@ -88,8 +88,8 @@ def store_pairs(memory: Memory, orders: SimpleCPUOffloadMetadata) -> Pairs:
     slots = orders.store_cpu_blocks
     if not isinstance(memory, PartMemory):
         return list(zip(orders.store_gpu_blocks, slots, strict=True))
-    rows = memory.parts.rows(slots, orders.store_groups)
-    return [(orders.store_gpu_blocks[i], rows[i]) for i in memory.parts.written(slots, orders.store_groups)]
+    mine = memory.parts.to_store(orders.store_gpu_blocks, slots, orders.store_groups)
+    return list(zip(*mine, strict=True))
 
 
 def load_pairs(memory: Memory, orders: SimpleCPUOffloadMetadata) -> Pairs:
@@ -102,7 +102,7 @@ def load_pairs(memory: Memory, orders: SimpleCPUOffloadMetadata) -> Pairs:
 
 def slot_of(memory: Memory, row: int) -> int:
     """The slot that a row belongs to."""
-    return memory.parts.slot(row) if isinstance(memory, PartMemory) else row
+    return min(memory.parts.slots((row,))) if isinstance(memory, PartMemory) else row
 
 
 def check_writers_below(all_lanes: Sequence[Lanes]) -> None:

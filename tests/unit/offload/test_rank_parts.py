@@ -86,7 +86,7 @@ def test_every_part_of_a_block_is_written_by_one_rank_and_read_where_it_was_writ
             for rank, view in enumerate(ranks):
                 row = view.first_part * 10 + view.row(slot, group)
                 assert row == spec.tp_shard(rank, 4, 1) * 10 + slot
-                assert view.slot(view.row(slot, group)) == slot
+                assert view.slots([view.row(slot, group)]) == {slot}
                 assert view.row(slot, group) < view.used_parts * 10
                 if view.writes(slot, group):
                     assert writers.setdefault(row, rank) == rank
@@ -95,10 +95,12 @@ def test_every_part_of_a_block_is_written_by_one_rank_and_read_where_it_was_writ
 
 def test_replicas_carry_equal_shares() -> None:
     ranks = views(heads(1))
-    assert [len(view.written(range(8), [])) for view in ranks] == [2, 2, 2, 2]
+    shares = [view.to_store(range(100, 108), range(8), []) for view in ranks]
+    assert shares == [([100 + r, 104 + r], [r, 4 + r]) for r in range(4)]
 
 
 def test_groups_need_not_be_named_where_they_make_no_difference() -> None:
     for view in views(heads(1), ring(), heads(1)):
         assert view.rows([3, 5], []) == view.rows([3, 5], [2, 0]) == [3, 5]
-        assert view.written([3, 5, 6], []) == view.written([3, 5, 6], [0, 2, 0])
+        slots = [3, 5, 6]
+        assert view.to_store(slots, slots, []) == view.to_store(slots, slots, [0, 2, 0])

@@ -76,7 +76,7 @@ def test_the_scheduler_finds_the_segment_of_its_ranks_which_goes_with_the_last_p
     assert files(folder) == []
 
 
-def test_a_scheduler_whose_ranks_are_elsewhere_is_refused(folder: Path) -> None:
+def test_tier_12_a_scheduler_whose_ranks_are_elsewhere_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"shared_pool='pool': ranks \[0, 1\] of this engine are not in its"):
         join_shared_pool(config(2), "pool")
     first, strange = rank_of(folder, 0), rank_of(folder, 1, digest=b"e")

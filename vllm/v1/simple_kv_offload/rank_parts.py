@@ -6,7 +6,7 @@ together. It must not know memory, processes or requests. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -49,14 +49,20 @@ class RankParts:
         """`row` of each slot. Without ``groups`` all are of the first cacheable one, or it makes no difference."""
         return [self.row(slot, group) for slot, group in self._with_groups(slots, groups)]
 
-    def written(self, slots: Sequence[int], groups: Sequence[int]) -> list[int]:
-        """Positions of the slots that this rank stores into."""
-        pairs = self._with_groups(slots, groups)
-        return [i for i, (slot, group) in enumerate(pairs) if self.writes(slot, group)]
+    def to_store(
+        self, sources: Sequence[int], slots: Sequence[int], groups: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """What this rank copies of a store: sources, and the rows that they go to.
 
-    def slot(self, row: int) -> int:
-        """The slot of a row."""
-        return row % self.num_slots
+        A rank with nothing to copy reports the store all the same: the others are waited for.
+        """
+        pairs = zip(sources, self._with_groups(slots, groups), strict=True)
+        mine = [(source, *pair) for source, pair in pairs if self.writes(*pair)]
+        return [source for source, _, _ in mine], [self.row(slot, group) for _, slot, group in mine]
+
+    def slots(self, rows: Iterable[int]) -> frozenset[int]:
+        """The slots of rows."""
+        return frozenset(row % self.num_slots for row in rows)
 
     def _with_groups(self, slots: Sequence[int], groups: Sequence[int]) -> list[tuple[int, int]]:
         return list(zip(slots, groups or [self._any_group] * len(slots), strict=True))

@@ -31,6 +31,7 @@ from vllm.v1.simple_kv_offload.copy_backends.disk_file import DIRECT_IO_ALIGNMEN
 from vllm.v1.simple_kv_offload.copy_backends.kept import Keeper
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import (
     SharedSlots,
+    bytes_per_part,
     open_shared_pool,
 )
 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor, unpin_tensor
@@ -46,7 +47,6 @@ from vllm.v1.simple_kv_offload.metadata import (
     Timings,
 )
 from vllm.v1.simple_kv_offload.options import DEFAULT_TRANSFER_TIMEOUT_S, check_num_cpu_blocks
-from vllm.v1.simple_kv_offload.rank_parts import count_parts
 from vllm.v1.simple_kv_offload.regions import LayerCache, device_regions
 from vllm.v1.simple_kv_offload.sizing import sync_num_offload_blocks_across_workers
 from vllm.v1.simple_kv_offload.timing import StepTimer
@@ -167,7 +167,10 @@ class SimpleCPUOffloadWorker:
         self.device = next(iter(self.gpu_kv_caches.values())).device
         self._timer = StepTimer(self._clock, self.device)
         block_bytes = bytes_per_block(self.gpu_kv_caches)
-        capacity_blocks = max(1, self._own_bytes() // block_bytes)
+        capacity_bytes = self._capacity_bytes
+        if self._shared_pool is not None:
+            capacity_bytes = bytes_per_part(self._vllm_config, self._kv_cache_config, capacity_bytes)
+        capacity_blocks = max(1, capacity_bytes // block_bytes)
         own_blocks = choose_num_blocks(capacity_blocks, self._configured_blocks)
         self.num_cpu_blocks = sync_num_offload_blocks_across_workers(own_blocks)
         streams = _copy_streams(self.device)
@@ -184,23 +187,12 @@ class SimpleCPUOffloadWorker:
                 "KV offload: one block is reserved, so a pool of one keeps nothing; make it larger"
             )
 
-    def _own_bytes(self) -> int:
-        """Bytes of this rank's part: of a shared pool, what all ranks have together is divided by its parts."""
-        if self._shared_pool is None or self._vllm_config is None:
-            return self._capacity_bytes
-        parallel = self._vllm_config.parallel_config
-        tp_size, dcp_size = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
-        num_parts = count_parts(self._kv_cache_config, tp_size, dcp_size)
-        return self._capacity_bytes * parallel.world_size // num_parts
-
     def _start_host(self, streams: Streams) -> None:
         assert self.device is not None
         pins = PIN_MEMORY and self.device.type == "cuda"
         row_bytes = {name: region.shape[1] for name, region in self.gpu_kv_caches.items()}
         regions = None
         if self._shared_pool is not None:
-            if self._vllm_config is None:
-                raise ValueError("shared_pool needs the engine's configuration")
             self._shared = open_shared_pool(
                 self._vllm_config, self._kv_cache_config, self._shared_pool, row_bytes, self.num_cpu_blocks
             )
@@ -380,10 +372,7 @@ class SimpleCPUOffloadWorker:
         self._stores.append(copy)
         sources, targets = metadata.store_gpu_blocks, metadata.store_cpu_blocks
         if self._shared is not None:
-            # A rank with nothing to write reports the event all the same: the others are waited for.
-            mine = self._shared.parts.written(targets, metadata.store_groups)
-            rows = self._shared.parts.rows(targets, metadata.store_groups)
-            sources, targets = [sources[i] for i in mine], [rows[i] for i in mine]
+            sources, targets = self._shared.parts.to_store(sources, targets, metadata.store_groups)
         self._launch(copy, sources, targets, True, self._device_event())
 
     def _launch(
@@ -427,13 +416,11 @@ class SimpleCPUOffloadWorker:
             self._timer.loaded(result, copy.num_blocks)
             if result is not None and result.error is not None:
                 failed.update(copy.req_ids)
-                self._bad_slots |= self._slots_of(result.bad_blocks)
+                bad = result.bad_blocks
+                self._bad_slots |= bad if self._shared is None else self._shared.parts.slots(bad)
                 logger.error("KV load of %s failed: %s", ", ".join(copy.req_ids), result.error)
         self._loads = still_open
         return KVConnectorTransferResults(None, received or None, failed)
-
-    def _slots_of(self, rows: frozenset[int]) -> frozenset[int]:
-        return rows if self._shared is None else frozenset(map(self._shared.parts.slot, rows))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """(None, requests whose load ended); see `get_transfer_results` for failures."""

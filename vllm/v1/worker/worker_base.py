@@ -58,6 +58,8 @@ class WorkerBase(ABC):
         self.vllm_config = vllm_config
         self.local_rank = local_rank
         self.rank = rank
+        # Whoever is handed this process's configuration, as a connector is, can tell the ranks apart.
+        vllm_config.parallel_config.rank = rank
         self.distributed_init_method = distributed_init_method
         self.is_driver_worker = is_driver_worker
         self.kv_cache_layout = KVCacheLayout.BLHNC

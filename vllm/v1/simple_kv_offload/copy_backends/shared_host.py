@@ -94,14 +94,27 @@ def _room_for(name: str) -> int:
     return room
 
 
+def bytes_per_part(
+    vllm_config: VllmConfig | None, kv_cache_config: KVCacheConfig, bytes_per_rank: int
+) -> int:
+    """What all ranks have together, divided by the parts of a slot instead of by the ranks."""
+    if vllm_config is None:
+        raise ValueError("shared_pool needs the engine's configuration")
+    parallel = vllm_config.parallel_config
+    tp_size, dcp_size = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    return bytes_per_rank * parallel.world_size // count_parts(kv_cache_config, tp_size, dcp_size)
+
+
 def open_shared_pool(
-    vllm_config: VllmConfig,
+    vllm_config: VllmConfig | None,
     kv_cache_config: KVCacheConfig,
     name: str,
     row_bytes: Mapping[str, int],
     num_slots: int,
 ) -> SharedSlots:
     """A rank's way in: attach to the pool ``name`` of this node, or make it. ``ValueError`` as `SharedSegment` says."""
+    if vllm_config is None:
+        raise ValueError("shared_pool needs the engine's configuration")
     check_shareable(vllm_config, name)
     parallel = vllm_config.parallel_config
     shape = segment_shape(vllm_config, kv_cache_config, row_bytes, num_slots)
