@@ -26,7 +26,8 @@ help:
 	@echo "make coverage                                       branch coverage of the brain (L2–L5), at least 95 %"
 	@echo "make setup                                          only what the others do first: .venv, requirements, native ops"
 	@echo "make clean                                          remove .venv and all that was built"
-	@echo "make bench                                          measurements as tables; of offload and serving also plots below benchmarks/results"
+	@echo "make bench [ARGS='--only serving --rounds 3']       measurements as tables; of offload and serving also plots below benchmarks/results;"
+	@echo "                                                    ARGS=list names them, ARGS=--quick takes the smallest sizes, ARGS=--help tells the rest"
 
 setup:
 	@bash scripts/setup.sh "$(VENV)" serve

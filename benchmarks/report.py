@@ -125,11 +125,20 @@ def ratio(measurement: Measurement, higher_is_better: set[str]) -> float | None:
 
 
 def write_report(
-    name: str, title: str, rows: list[Measurement], higher_is_better: set[str] | None = None
+    name: str,
+    title: str,
+    rows: list[Measurement],
+    higher_is_better: set[str],
+    folder: Path = RESULTS,
+    notes: str = "",
+    rounds: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
 ) -> None:
-    """Writes results/NAME.md, .json and .png and prints the table."""
-    better = higher_is_better or set()
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    """Writes FOLDER/NAME.md, .json and .png and prints the table.
+
+    `notes` stand below the table; `rounds` are the single values behind it, variant → figure → values.
+    """
+    better = higher_is_better
+    folder.mkdir(parents=True, exist_ok=True)
     variants = list(dict.fromkeys(v for row in rows for v in row.values))
     day = today()
     lines = [f"# {title}", "", f"{day}, {machine()}. Ratio: how many times better the first column is.", ""]
@@ -140,15 +149,21 @@ def write_report(
         lines.append(
             f"| {row.name} | " + " | ".join(cells) + f" | {'–' if factor is None else f'{factor:.2f}'} |"
         )
-    text = "\n".join(lines) + f"\n\n![{title}]({name}.png)\n"
-    (RESULTS / f"{name}.md").write_text(text)
-    data = {"title": title, "date": day, "machine": machine(), "rows": {row.name: row.values for row in rows}}
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-    _plot(name, title, rows, variants)
+    text = "\n".join(lines) + f"\n\n{notes}\n\n![{title}]({name}.png)\n"
+    (folder / f"{name}.md").write_text(text)
+    data = {
+        "title": title,
+        "date": day,
+        "machine": machine(),
+        "rows": {row.name: row.values for row in rows},
+        "rounds": rounds,
+    }
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    _plot(folder / f"{name}.png", title, rows, variants)
     print(text)
 
 
-def _plot(name: str, title: str, rows: list[Measurement], variants: list[str]) -> None:
+def _plot(path: Path, title: str, rows: list[Measurement], variants: list[str]) -> None:
     """One small bar chart per measurement: units differ, so they share no axis."""
     columns = 4
     height = -(-len(rows) // columns)
@@ -164,5 +179,5 @@ def _plot(name: str, title: str, rows: list[Measurement], variants: list[str]) -
         axis.tick_params(labelsize=8)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=90)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
