@@ -62,7 +62,9 @@ VARIABLES: dict[str, EnvVar] = {
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": EnvVar(_flag, False, "Use client request ids unchanged inside."),
     "VLLM_ENABLE_V1_MULTIPROCESSING": EnvVar(_flag, True, "0 runs the engine core in the caller's process."),
     "VLLM_ENGINE_READY_TIMEOUT_S": EnvVar(int, 600, "Seconds to wait for an engine process to become ready."),
-    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": EnvVar(int, 300, "Seconds to wait for one step of the workers."),
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": EnvVar(
+        int, 300, "No effect: the worker runs inside its engine, and a step takes what it takes."
+    ),
     "VLLM_HOST_IP": EnvVar(str, "", "Address of this node, where it cannot be found by itself."),
     "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": EnvVar(
         int,

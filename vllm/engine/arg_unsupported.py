@@ -53,7 +53,10 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     "code_revision": _warn("ModelConfig", "text", None, "code from model repositories is never run"),
     "enable_prompt_embeds": Unsupported("ModelConfig", "bool", False, "prompts are text or token ids"),
     "enable_sleep_mode": _warn(
-        "ModelConfig", "bool", False, "sleeping pauses and drops the caches; device memory is not handed back"
+        "ModelConfig",
+        "bool",
+        False,
+        "sleeping needs no preparation: a worker on the CPU gives the memory of its KV cache back, others cannot sleep",
     ),
     "allowed_local_media_path": _warn("ModelConfig", "text", "", _MEDIA),
     "allowed_media_domains": _warn("ModelConfig", "text*", None, _MEDIA),

@@ -12,7 +12,7 @@ from vllm.model_executor.model_loader.tiny import TINY_CONFIGS
 from vllm.model_executor.models.glm5_next import Glm5NextForCausalLM
 from vllm.model_executor.models.glm5_next_config import GlmParams, glm_kv_specs
 from vllm.model_executor.models.interfaces import ModelSettings
-from vllm.model_executor.models.llama import llama_kv_specs
+from vllm.model_executor.models.llama import LlamaParams, llama_kv_specs
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -133,6 +133,13 @@ def test_class_level_specs_take_composite_configs() -> None:
     composite = {"text_config": RELEASE, "tie_word_embeddings": False}
     flat = Glm5NextForCausalLM.kv_specs_from_config(RELEASE, settings())
     assert Glm5NextForCausalLM.kv_specs_from_config(composite, settings()) == flat
+
+
+@pytest.mark.parametrize("params", [GlmParams, LlamaParams])
+def test_a_config_that_lacks_a_number_is_told_so(params: type[GlmParams | LlamaParams]) -> None:
+    lacking = {name: value for name, value in RELEASE.items() if name != "intermediate_size"}
+    with pytest.raises(ValueError, match=r"config\.json lacks intermediate_size"):
+        params.from_config(lacking)
 
 
 def test_linear_attention_sizes_may_come_as_one_record() -> None:

@@ -79,6 +79,13 @@ class GlmParams:
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> GlmParams:
         """Reads a flat text config or a composite one; `ValueError` names what is missing or not supported."""
+        try:
+            return GlmParams._read(config)
+        except KeyError as error:
+            raise ValueError(f"config.json lacks {error.args[0]}") from None
+
+    @staticmethod
+    def _read(config: Mapping[str, Any]) -> GlmParams:
         text = config.get("text_config") or config
         layers = int(text["num_hidden_layers"])
         linear = _linear_options(text)

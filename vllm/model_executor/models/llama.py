@@ -48,7 +48,14 @@ class LlamaParams:
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> LlamaParams:
-        """Reads a config.json; `ValueError` names an impossible head count."""
+        """Reads a config.json; `ValueError` names what is missing, or an impossible head count."""
+        try:
+            return LlamaParams._read(config)
+        except KeyError as error:
+            raise ValueError(f"config.json lacks {error.args[0]}") from None
+
+    @staticmethod
+    def _read(config: Mapping[str, Any]) -> LlamaParams:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         if kv_heads < 1 or heads % kv_heads:
