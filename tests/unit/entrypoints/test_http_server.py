@@ -119,6 +119,21 @@ async def test_tokenize_a_prompt(app):
     assert (await app.post("/tokenize", {"prompt": "hello"})).json()["token_strs"] is None
 
 
+async def test_tokenize_shows_a_template_the_tools_that_chat_shows(tmp_path):
+    app = App(tmp_path, says("foo"), ["--trust-request-chat-template"])
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"function": {"name": "f", "strict": None}}],
+        "chat_template": "{{ tools | tojson }}",
+    }
+    tokens = (await app.post("/tokenize", body)).json()["tokens"]
+    await app.post("/v1/chat/completions", {**body, "tool_choice": "none"})
+    assert tokens == app.call.prompt["prompt_token_ids"]
+    error = await app.error("/tokenize", {**body, "tools": [{"type": "web"}]})
+    assert error["code"] == 400
+    assert error["param"].startswith("tools.0")
+
+
 async def test_tokenize_a_conversation_as_chat_would_see_it(app):
     await app.chat()
     reply = await app.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, model_validator
 
 from vllm.entrypoints.chat_utils import ChatOptions
+from vllm.entrypoints.openai.chat_completion.protocol import Tools, shown_tools
 from vllm.entrypoints.openai.field_types import Objects, TokenIds
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.render import OnlineRenderer
@@ -26,7 +27,7 @@ class TokenizeRequest(OpenAIBaseModel):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Objects | None = None
+    tools: Tools | None = None
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
@@ -74,7 +75,7 @@ async def tokenize(
     models.check_model(request.model)
     if request.messages is not None:
         options = ChatOptions(
-            tools=request.tools,
+            tools=shown_tools(request.tools) if request.tools else None,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             content_format=renderer.templates.content_format,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -33,6 +34,14 @@ class ToolDefinition(OpenAIBaseModel):
     function: FunctionDefinition
 
 
+Tools = Annotated[list[ToolDefinition], Field(fail_fast=True)]
+
+
+def shown_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
+    """Tools as a template sees them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
 class NamedFunction(OpenAIBaseModel):
     """The name of a function."""
 
@@ -56,7 +65,7 @@ class _ChatFields(GenerationFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = 0
-    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: str | None = None

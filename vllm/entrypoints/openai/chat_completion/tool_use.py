@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, NamedToolChoice
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    NamedToolChoice,
+    shown_tools,
+)
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser, get_tool_parser, marks_are_special
 from vllm.entrypoints.openai.tool_parsers.forced import (
     NamedToolParser,
@@ -48,7 +52,7 @@ class ToolUse:
         """Read a request. Raises VLLMValidationError for a choice that the server's flags do not allow."""
         if not request.tools:
             return ToolUse()
-        shown = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        shown = shown_tools(request.tools)
         choice = request.effective_tool_choice
         if choice == "none":
             return ToolUse(None if settings.exclude_tools_when_tool_choice_none else shown)
