@@ -97,13 +97,15 @@ def test_each_block_is_written_once_where_ranks_are_alike(rigs: list[RankRig]) -
     assert rig.in_tier(next(iter(rig.requests.values()))) == list(range(8))
 
 
+@pytest.mark.parametrize("setting", ["cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"])
 @pytest.mark.parametrize(("spec", "share"), [(ALIKE, 4), (heads(full(), 2), 2), (SPLIT, 1)])
 def test_what_is_alike_takes_memory_once(
-    spec: KVCacheSpec, share: int, rigs: list[RankRig], folder: Path
+    setting: str, spec: KVCacheSpec, share: int, rigs: list[RankRig], folder: Path
 ) -> None:
     size = 64 << 20
     big = spec.copy_with_new_block_size(1 << 14)
-    rig = RankRig([big], ranks=4, extra={"cpu_bytes_to_use": size, "num_cpu_blocks": None})
+    given = size // 4 if setting.endswith("per_rank") else size
+    rig = RankRig([big], ranks=4, extra={setting: given, "num_cpu_blocks": None})
     rigs.append(rig)
     block = big.page_size_bytes
     assert rig.manager.num_cpu_blocks == share * size // 4 // block

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.offload_parts import rig_config
 from tests.helpers.shared_engines import MiniEngine, StepClock, key_of, shape
 from tests.sim.params import draw_params
 from tests.sim.run import Run
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.simple_kv_offload.copy_backends import shared_host
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import (
     SharedSlots,
@@ -155,6 +157,14 @@ def test_too_little_shared_memory_is_told_before_the_model_is_loaded(
     with pytest.raises(ValueError, match="room for 409600 bytes"):
         check_shareable(config(), "pool-2", 409601)
     segment.close()
+
+
+def test_the_connector_checks_the_room_for_its_bytes_and_not_for_its_blocks(folder: Path) -> None:
+    extra = {"shared_pool": "pool", "cpu_bytes_to_use": 1 << 60}
+    with pytest.raises(ValueError, match=f"asks for {1 << 60}"):
+        KVConnectorFactory.check_config(rig_config(extra=extra))
+    KVConnectorFactory.check_config(rig_config(extra={**extra, "num_cpu_blocks": 3}))
+    KVConnectorFactory.check_config(rig_config(extra=extra, caching=False))
 
 
 def test_ranks_see_the_same_bytes_of_what_is_the_same_and_their_own_of_the_rest(folder: Path) -> None:

@@ -46,7 +46,9 @@ class RankParts:
         return slot % self.replicas[group] == self.place[group]
 
     def rows(self, slots: Sequence[int], groups: Sequence[int]) -> list[int]:
-        """`row` of each slot. Without ``groups`` all are of the first cacheable one, or it makes no difference."""
+        """`row` of each slot. Without ``groups`` they make no difference."""
+        if self.used_parts == 1:
+            return list(slots)
         return [self.row(slot, group) for slot, group in self._with_groups(slots, groups)]
 
     def to_store(
@@ -56,6 +58,8 @@ class RankParts:
 
         A rank with nothing to copy reports the store all the same: the others are waited for.
         """
+        if self.used_parts == max(self.replicas) == 1:
+            return list(sources), list(slots)
         pairs = zip(sources, self._with_groups(slots, groups), strict=True)
         mine = [(source, *pair) for source, pair in pairs if self.writes(*pair)]
         return [source for source, _, _ in mine], [self.row(slot, group) for _, slot, group in mine]

@@ -83,7 +83,7 @@ def check_shareable(vllm_config: VllmConfig, name: str, num_bytes: int | None = 
 
 
 def _room_for(name: str) -> int:
-    """Bytes that a pool of this name may have. What lies there under its name is used again or removed."""
+    """Bytes that a pool of this name may have: what lies there under its name is used again, or removed if it can be."""
     info = os.statvfs(DEFAULT_FOLDER)
     room = info.f_bavail * info.f_frsize
     for path in _segments(_segment_start(DEFAULT_FOLDER, name)):
