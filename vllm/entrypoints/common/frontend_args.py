@@ -66,7 +66,9 @@ class BaseFrontendArgs:
         default=None, doc="Most characters and token ids of a logged prompt."
     )
     log_error_stack: bool = setting(
-        default=False, doc="Log the stack of every error reply; on in dev mode.", flag=Flag(unset=True)
+        default=False,
+        doc="Log the stack of every error reply of status 500 and above; on in dev mode.",
+        flag=Flag(unset=True),
     )
     tokens_only: bool = setting(default=False, doc="Token ids in and out; no tokenizer is loaded.")
     enable_scale_out: bool = setting(default=False, doc="Not supported: one server runs one engine.")

@@ -49,7 +49,10 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 class ErrorLog:
-    """Whether the stack of every error reply is logged (`--log-error-stack`), not only of unexpected ones."""
+    """Whether the stack of every server error's reply is logged (`--log-error-stack`), not only of unexpected ones.
+
+    What a client did wrong is in its reply, and no stack of ours says more.
+    """
 
     every_stack = False
 
@@ -87,11 +90,16 @@ def create_error_response(
     status_code: int | HTTPStatus = HTTPStatus.BAD_REQUEST,
     param: str | None = None,
 ) -> ErrorResponse:
-    """The body for a message, or for an exception (which knows its own status and field)."""
+    """The body for a message, or for an exception (which knows its own status and field).
+
+    An unexpected exception is logged with its stack trace.
+    """
     if isinstance(message, BaseException):
-        if ErrorLog.every_stack:
-            logger.info("A request was refused or failed", exc_info=message)
-        status_code, param, message = _describe(message)
+        error = message
+        status_code, param, message = _describe(error)
+        expected = isinstance(error, VLLMError | EngineDeadError) and not ErrorLog.every_stack
+        if status_code >= 500 and not expected:
+            logger.error("A request failed with status %d", status_code, exc_info=error)
     status = int(status_code)
     info = ErrorInfo(
         message=clean_message(message), type=err_type or error_type(status), param=param, code=status
@@ -154,11 +162,8 @@ def to_http_response(body: ErrorResponse) -> JSONResponse:
 
 
 def error_reply(error: BaseException) -> JSONResponse:
-    """The HTTP reply for an exception; an unexpected one is logged with its stack trace."""
-    body = create_error_response(error)
-    if body.error.code == 500 and not isinstance(error, VLLMError | EngineDeadError):
-        logger.error("Unexpected error while serving a request", exc_info=error)
-    return to_http_response(body)
+    """The HTTP reply for an exception."""
+    return to_http_response(create_error_response(error))
 
 
 async def validation_exception_handler(request: Request, exc: RequestValidationError) -> JSONResponse:

@@ -18,14 +18,13 @@ from vllm.entrypoints.openai.render import OnlineRenderer, RenderedPrompt, Trunc
 from vllm.entrypoints.openai.request_fields import GenerationFields
 from vllm.entrypoints.openai.sse import SSE_DONE, sse_error
 from vllm.entrypoints.serve.utils.request_logger import RequestLogger
-from vllm.exceptions import GenerationError, VLLMError, VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.logprobs import Logprob, LogprobsOnePosition
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.utils.ids import IdSource, RandomIds
-from vllm.v1.engine.exceptions import EngineDeadError
 
 logger = init_logger(__name__)
 
@@ -222,10 +221,7 @@ async def guarded_stream(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[st
     try:
         async for chunk in chunks:
             yield chunk
-    except (VLLMError, EngineDeadError) as error:
-        yield sse_error(create_error_response(error))
     except Exception as error:
-        logger.exception("Unexpected error in a stream")
         yield sse_error(create_error_response(error))
     finally:
         await chunks.aclose()
