@@ -203,3 +203,19 @@ def test_metadata_needs_rows_first() -> None:
     bench = Bench()
     with pytest.raises(RuntimeError, match="update"):
         bench.rows.metadata(bench.states)
+
+
+class Failing(Follower):
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        raise ZeroDivisionError
+
+
+def test_processors_behind_one_that_fails_follow_all_the_same() -> None:
+    bench = Bench()
+    bench.rows = SamplingRows(VOCAB, torch.device("cpu"), LogitsProcessors([Failing(), bench.follower]))
+    for name in "abc":
+        bench.add(name)
+    for names in ("abc", "c"):
+        with pytest.raises(ZeroDivisionError):
+            bench.update(*names)
+    assert bench.follower.rows == {0: "c"}

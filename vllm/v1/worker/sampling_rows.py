@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from vllm.sampling_params import SamplingParams, SamplingType
-from vllm.v1.sample.logits_processor import BatchUpdateBuilder, LogitsProcessors, MoveDirectionality
+from vllm.v1.sample.logits_processor import (
+    BatchUpdate,
+    BatchUpdateBuilder,
+    LogitsProcessors,
+    MoveDirectionality,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.draws import row_draws
 from vllm.v1.sample.ops.token_counts import TokenCounter, gather_counts
@@ -66,8 +71,18 @@ class SamplingRows:
         self.slots = np.fromiter((state.slot for state in self.requests), dtype=np.int64)
         if changed or self._metadata is None:
             self._rebuild()
+        self._tell_processors(update)
+
+    def _tell_processors(self, update: BatchUpdate | None) -> None:
+        """Every processor hears of every change, also behind one that fails: the next steps depend on it."""
+        failures: list[Exception] = []
         for processor in self._logitsprocs.all:
-            processor.update_state(update)
+            try:
+                processor.update_state(update)
+            except Exception as error:  # a processor may be anybody's
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _remove_absent(self, sampling: Sequence[RequestState]) -> None:
         present = {id(state) for state in sampling}
