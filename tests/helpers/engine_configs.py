@@ -56,3 +56,8 @@ def offload_settings(cpu_bytes: int = 32 << 20) -> dict[str, Any]:
             "kv_connector_extra_config": extra,
         }
     }
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Tokens of the tiny vocabulary, which no other seed starts with."""
+    return [3 + (7 * i + 31 * seed + i * i % 11) % 250 for i in range(length)]

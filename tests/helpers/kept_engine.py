@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import Any
 
-from tests.helpers.engine_configs import engine_args, offload_settings
+from tests.helpers.engine_configs import engine_args, offload_settings, prompt_of
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -33,11 +33,6 @@ def settings(disk_path: str, place: str = "tier") -> dict[str, Any]:
         extra |= {"kv_offload_backend": "disk", "use_page_cache": True}
     fields["kv_transfer_config"]["kv_connector_extra_config"] = extra
     return fields
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    """Tokens that no other seed starts with."""
-    return [3 + (7 * i + 31 * seed + i * i % 11) % 250 for i in range(length)]
 
 
 def finish(engine: LLMEngine, name: str, prompt: list[int]) -> RequestOutput:

@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.copy_backends.disk import DiskBackend
-from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.records import Ledger
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.worker.kv_connector_step import ActiveKVConnector
@@ -74,11 +73,6 @@ class KeptRig(Rig):
 
     def on_disk(self, request: Request, group: int = 0) -> list[int]:
         return self.in_tier(request, group) if self.is_direct else super().on_disk(request, group)
-
-    @property
-    def chain(self) -> DiskChain:
-        assert self.manager.chain is not None
-        return self.manager.chain
 
     def withdraw(self) -> list[str | None]:
         """What the engine has the ranks do before it answers a reset or an error; what each of them says."""

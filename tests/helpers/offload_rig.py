@@ -55,6 +55,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 from vllm.v1.worker.kv_connector_step import ActiveKVConnector
@@ -189,9 +190,13 @@ class Rig:
         return connector.worker_handler
 
     def mover(self, rank: int = 0) -> HeldMover:
-        mover = self.worker(rank)._backend
-        assert isinstance(mover, HeldMover)
-        return mover
+        return mover_of(self.workers[rank].kv_connector)
+
+    @property
+    def chain(self) -> DiskChain:
+        """The moves to and from the disk below the tier."""
+        assert self.manager.chain is not None
+        return self.manager.chain
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -199,8 +204,9 @@ class Rig:
         """A request that is not added yet."""
         request_id = fields.pop("request_id", f"r{self._next_id}")
         self._next_id += 1
-        hint = fields.pop("hint", None)
-        extra = None if hint is None else {"kv_retention": hint}
+        hint, extra = fields.pop("hint", None), fields.pop("extra", None)
+        if hint is not None:
+            extra = {"kv_retention": hint}
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, extra_args=extra)
         request = Request(
             request_id, list(prompt), params, None, arrival_time=float(self._next_id), block_hasher=self.hasher,
@@ -408,10 +414,8 @@ class Rig:
 
     def on_disk(self, request: Request, group: int = 0) -> list[int]:
         """Indices of the request's full blocks that the disk below the tier holds."""
-        chain = self.manager.chain
-        assert chain is not None
         count = request.num_tokens // self.specs[group].block_size
-        return [i for i in range(count) if chain.disk.contains(self.key(request, i, group))]
+        return [i for i in range(count) if self.chain.disk.contains(self.key(request, i, group))]
 
     def assert_at_rest(self) -> None:
         """No reference, lease, transfer or entry is left anywhere."""
@@ -446,12 +450,19 @@ class Rig:
             active.kv_connector.shutdown()
 
 
+def mover_of(connector: object) -> HeldMover:
+    assert isinstance(connector, SimpleCPUOffloadConnector)
+    assert connector.worker_handler is not None
+    assert isinstance(connector.worker_handler._backend, HeldMover)
+    return connector.worker_handler._backend
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Tokens that no other seed shares."""
     return [seed * 1000 + i for i in range(length)]
 
 
 __all__ = [
-    "BLOCK", "STEP_FAILED", "Byte", "HeldMover", "Rig", "full", "mamba", "next_token", "prompt", "rig_config", "ring",
-    "window",
+    "BLOCK", "STEP_FAILED", "Byte", "HeldMover", "Rig", "full", "mamba", "mover_of", "next_token", "prompt",
+    "rig_config", "ring", "window",
 ]  # fmt: skip

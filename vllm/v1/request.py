@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.checks import check
 from vllm.utils.clock import MonotonicClock
 from vllm.v1.core.block_hash import BlockHash
+from vllm.v1.kv_offload.base import ALL, TierFilter, parse_tier_filter
 from vllm.v1.message_types import EngineCoreEvent, EngineCoreEventType, FinishReason
 from vllm.v1.messages import EngineCoreRequest
 from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics
@@ -159,6 +160,7 @@ class Request:
         self.structured_output_request: StructuredOutputRequest | None = None
         self.kv_transfer_params: dict[str, Any] | None = None  # the connector's own keys
         self.ec_transfer_params: dict[str, Any] | None = None  # the encoder cache connector's own keys
+        self.load_tiers: TierFilter = ALL
         self.kv_cache_report_mode: str | None = None
         self.retention: RetentionHint | None = None
         self.skip_reading_prefix_cache = False
@@ -223,6 +225,7 @@ class Request:
         extra = sampling.extra_args
         if extra is not None:
             self.kv_transfer_params = _transfer_params(extra, "kv_transfer_params")
+            self.load_tiers = parse_tier_filter(self.kv_transfer_params)
             self.ec_transfer_params = _transfer_params(extra, "ec_transfer_params")
             self.kv_cache_report_mode = extra.get("kv_cache_report_mode")
             if EXTRA_ARG in extra:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engine_configs import engine_args, tiny_folder
-from tests.helpers.kept_engine import finish, prompt_of
+from tests.helpers.engine_configs import engine_args, prompt_of, tiny_folder
+from tests.helpers.kept_engine import finish
 from vllm.v1.engine.llm_engine import LLMEngine
 
 NUM_PROMPTS = 14

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.helpers.engine_configs import engine_args, offload_settings
+from tests.helpers.engine_configs import engine_args, offload_settings, prompt_of
 from tests.helpers.faulty_executors import POISON
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
@@ -59,10 +59,6 @@ def run(
 
 def tokens(output: RequestOutput) -> list[int]:
     return list(output.outputs[0].token_ids)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [3 + (7 * i + 31 * seed + i * i % 11) % 250 for i in range(length)]
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])

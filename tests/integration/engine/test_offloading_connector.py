@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engine_configs import engine_args
+from tests.helpers.engine_configs import engine_args, prompt_of
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -53,10 +53,6 @@ def ask(engine: LLMEngine, request_id: str, prompt: list[int]) -> tuple[Answer, 
                 values = [{token: p.logprob for token, p in place.items()} for place in made.logprobs]
                 return (list(made.token_ids), values), output.num_cached_tokens or 0
     raise AssertionError("the engine makes no progress")
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return [3 + (7 * i + 31 * seed + i * i % 11) % 250 for i in range(length)]
 
 
 @pytest.mark.parametrize("name", ["llama", "glm5_next"])

@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engine_configs import engine_args
+from tests.helpers.engine_configs import engine_args, prompt_of
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return [3 + (7 * i + 31 * seed + i * i % 11) % 250 for i in range(length)]
 
 
 def ask(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engine_configs import engine_args, offload_settings
+from tests.helpers.engine_configs import engine_args, offload_settings, prompt_of
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -63,10 +63,6 @@ def run(engine: LLMEngine, prompts: dict[str, list[int]], max_tokens: int = 8) -
 
 def tokens(output: RequestOutput) -> list[int]:
     return list(output.outputs[0].token_ids)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [3 + (7 * i + 31 * seed + i * i % 11) % 250 for i in range(length)]
 
 
 @pytest.mark.parametrize("name", ["llama", "glm5_next"])

@@ -6,20 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.sched import ManualClock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core_control import CLEAR_TIMEOUT_S, CoreControl
 from vllm.v1.kv_connector_types import KVConnectorMetadata
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
 
 
 class Connector:
@@ -93,8 +83,8 @@ class Executor:
         self.woken.append(tags)
 
 
-def world(held: int) -> tuple[CoreControl, Any, Any, Clock]:
-    scheduler, executor, clock = Scheduler(held), Executor(), Clock()
+def world(held: int) -> tuple[CoreControl, Any, Any, ManualClock]:
+    scheduler, executor, clock = Scheduler(held), Executor(), ManualClock()
     nothing = lambda: None  # noqa: E731
     return CoreControl(scheduler, executor, nothing, nothing, clock), scheduler, executor, clock  # type: ignore[arg-type]
 

@@ -138,6 +138,11 @@ def test_refused_inputs(processor: InputProcessor, case: str) -> None:
         ),
         (SamplingParams(max_tokens=None, min_tokens=LIMIT), "min_tokens", str(LIMIT - 1)),
         (SamplingParams(extra_args={"kv_transfer_params": "x"}), "kv_transfer_params", "mapping"),
+        (
+            SamplingParams(extra_args={"kv_transfer_params": {"load_tier_filter": [{"medium": "TAPE"}]}}),
+            "kv_transfer_params",
+            "medium must be CPU or STORAGE, got 'TAPE'",
+        ),
         (SamplingParams(extra_args={"ec_transfer_params": [1]}), "ec_transfer_params", "mapping"),
         (SamplingParams(extra_args={"kv_retention": "x"}), "kv_retention", "x"),
         (SamplingParams(structured_outputs=StructuredOutputsParams(regex="[")), "structured_outputs", "["),

@@ -10,10 +10,15 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tests.helpers.offload_rig import Rig, full, prompt, rig_config, ring, window
+from tests.helpers.sched import ManualClock
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    KV_OFFLOAD_CONFIG_INFO,
+    get_connector_metric_definitions,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.options import parse_native_options
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_view import device_block_bytes
@@ -226,6 +231,99 @@ def test_figures_have_both_families_of_names_and_are_true() -> None:
     assert f"vllm:kv_offload_cpu_cache_write_usage_perc{{{labels}}} 0.0" in page
     assert f"vllm:kv_offload_cpu_cache_read_usage_perc{{{labels}}} 0.0" in page
     assert f"vllm:simple_kv_offload_load_blocks_total{{{labels}}} 5.0" in page
+    assert f"vllm:kv_offload_load_size_sum{{{labels}}} {5.0 * size}" in page
+    assert f"vllm:kv_offload_lookup_sync_delay_seconds_count{{{labels}}} 1.0" in page
+
+
+def interval(rig: Rig) -> dict[str, dict[tuple[str, ...], Any]]:
+    """The figures since the last call, by name and labels."""
+    stats = rig.connector.get_kv_connector_stats()
+    assert stats is not None
+    values: dict[str, dict[tuple[str, ...], Any]] = stats.data["data"]
+    return values
+
+
+def test_sizes_and_times_are_those_of_the_copies() -> None:
+    rig = native_rig(ranks=2, device_blocks=20, held=False)
+    assert interval(rig)["vllm:kv_offload_store_size"][()] == []
+    rig.generate(prompt(21), max_tokens=1)
+    size = device_block_bytes(rig.kv_config, 2)
+    stored = interval(rig)
+    sizes = stored["vllm:kv_offload_store_size"][()]
+    assert sum(sizes) == 5 * size
+    assert stored["vllm:kv_offload_size"] == {("CPU_to_GPU",): [], ("GPU_to_CPU",): sizes}
+    assert sum(stored["vllm:kv_offload_cpu_allocation_size"][()]) == 5
+    assert stored["vllm:kv_offload_store_time_total"][()] > 0
+    assert stored["vllm:kv_offload_load_time_total"][()] == 0
+    rig.evict_device()
+    rig.generate(prompt(21), max_tokens=1)
+    loaded = interval(rig)
+    assert loaded["vllm:kv_offload_load_size"][()] == [5 * size]
+    assert loaded["vllm:kv_offload_load_time_total"][()] > 0
+    total = loaded["vllm:kv_offload_total_time_total"]
+    assert total[("CPU_to_GPU",)] == loaded["vllm:kv_offload_load_time_total"][()]
+    assert len(loaded["vllm:kv_offload_lookup_sync_delay_seconds"][()]) == 1
+    assert loaded["vllm:kv_offload_lookup_async_delay_seconds"][()] == []
+    rig.close()
+
+
+def test_nothing_is_collected_while_nobody_asks() -> None:
+    rig = native_rig()
+    for seed in range(5):
+        rig.generate(prompt(21, seed), max_tokens=1)
+    assert isinstance(rig.connector, OffloadingConnector)
+    assert not rig.connector._observed._values
+
+
+def test_the_secondary_tier_has_figures_of_its_own(tmp_path: Path) -> None:
+    tier = {**FILE, "disk_path": str(tmp_path / "kv"), "disk_capacity_bytes": MIB}
+    extra = {**TIERING, "secondary_tiers": [tier], "cpu_bytes_to_use": 9 * full().page_size_bytes}
+    rig = native_rig(extra=extra)
+    clock = ManualClock()
+    rig.manager.clock = clock
+    rig.generate(prompt(16), max_tokens=1)
+    filler = 1
+    while rig.in_tier(rig.make_request(prompt(16))):
+        rig.generate(prompt(16, filler), max_tokens=1)
+        filler += 1
+    rig.evict_device()
+    before = interval(rig)
+    page = full().page_size_bytes
+    assert before["vllm:kv_offload_tiering_bytes_total"][("disk", "store")] >= 4 * page
+    assert before["vllm:kv_offload_tiering_time_total"][("disk", "store")] > 0
+    assert 0 < before["vllm:kv_offload_tiering_cache_usage_perc"][("disk",)] <= 1
+    request = rig.add(prompt(17), max_tokens=1)
+    rig.step()
+    clock.now += 0.5
+    rig.run()
+    assert request.num_cached_tokens == 16
+    after = interval(rig)
+    assert after["vllm:kv_offload_tiering_bytes_total"][("disk", "load")] == 4 * page
+    assert after["vllm:kv_offload_tiering_time_total"][("disk", "load")] > 0
+    assert after["vllm:kv_offload_tiering_waits_total"] == {("disk",): 1}
+    assert after["vllm:kv_offload_tiering_failed_blocks_total"] == {("disk", "store"): 0, ("disk", "load"): 0}
+    assert after["vllm:kv_offload_lookup_async_delay_seconds"][()] == [0.5]
+    rig.close()
+
+
+def test_a_request_that_ends_while_it_waits_leaves_nothing_behind() -> None:
+    rig = native_rig()
+    assert isinstance(rig.connector, OffloadingConnector)
+    observed = rig.connector._observed
+    observed.looked_up("r0", 0.0, 0.1, is_answered=False)
+    assert observed.num_put_off == 1
+    rig.generate(prompt(5), max_tokens=1)  # request r0
+    assert observed.num_put_off == 0
+
+
+def test_every_figure_is_defined_and_every_definition_filled() -> None:
+    rig = native_rig()
+    rig.generate(prompt(21), max_tokens=1)
+    told = interval(rig)
+    figures = {name for name in told if name.startswith("vllm:kv_offload_")}
+    defined = {name for name, *_ in get_connector_metric_definitions()}
+    assert figures == {name for name in defined if "tiering" not in name}
+    assert told[KV_OFFLOAD_CONFIG_INFO] == {("lru", "0", str(rig.manager.tier.num_blocks), "0"): 1}
 
 
 def test_shares_of_the_pool_in_use_are_those_of_copies_under_way() -> None:

@@ -20,7 +20,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.simple_kv_offload.copy_backends import disk_file
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyBackend, CopyError, CopyResult, EventsList
 from vllm.v1.simple_kv_offload.disk_moves import DiskMoves
-from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.metadata import (
     DiskOrder,
     SimpleCPUOffloadMetadata,
@@ -43,11 +42,6 @@ class DiskRig(Rig):
         }
         super().__init__(host_blocks=host_blocks, extra=extra, **fields)
         self.chain.clock = self.disk_clock = ManualClock()
-
-    @property
-    def chain(self) -> DiskChain:
-        assert self.manager.chain is not None
-        return self.manager.chain
 
     def sink(self, seed: int = 0, length: int = 16) -> Request:
         """A prompt that only the disk holds."""
@@ -86,6 +80,29 @@ def test_what_the_host_evicts_is_served_from_the_disk(rig: DiskRig) -> None:
     assert again.num_cached_tokens == 16
     assert rig.chain.up.ledger.done == 4
     assert rig.in_tier(again)[:4] == [0, 1, 2, 3], "what came up stays in the host tier"
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "from_disk", "from_host"),
+    [
+        ([{"medium": "CPU"}], 0, 16),
+        ([{"medium": "STORAGE"}], 0, 0),
+        ([], 0, 0),
+        ([{"locality": "LOCAL"}], 16, 16),
+    ],
+)
+def test_a_request_loads_only_from_the_tiers_that_it_allows(
+    rig: DiskRig, tiers: list[dict[str, str]], from_disk: int, from_host: int
+) -> None:
+    """What is on disk comes up into host memory first, so a request that is not to use that gets nothing."""
+    rig.sink()
+    params = {"kv_transfer_params": {"load_tier_filter": tiers}}
+    assert rig.generate(prompt(17), extra=params).num_cached_tokens == from_disk
+    rig.evict_device()
+    assert rig.generate(prompt(17)).num_cached_tokens == 16, "now the host has it in any case"
+    rig.evict_device()
+    assert rig.generate(prompt(17), extra=params).num_cached_tokens == from_host
     rig.assert_at_rest()
 
 

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.offload_rig import HeldMover, Rig, full, mamba, prompt, window
+from tests.helpers.offload_rig import Rig, full, mamba, mover_of, prompt, window
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
-    SimpleCPUOffloadConnector,
-)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
@@ -114,13 +111,6 @@ def test_the_tracker_is_bounded_and_never_admits_a_block_without_those_before_it
 
 
 # -- two lazy connectors --------------------------------------------------------------------------
-
-
-def mover_of(connector: object) -> HeldMover:
-    assert isinstance(connector, SimpleCPUOffloadConnector)
-    assert connector.worker_handler is not None
-    assert isinstance(connector.worker_handler._backend, HeldMover)
-    return connector.worker_handler._backend
 
 
 @pytest.mark.parametrize(

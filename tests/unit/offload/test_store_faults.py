@@ -14,12 +14,9 @@ import pytest
 import torch
 
 from tests.helpers.kv_core import image, lora
-from tests.helpers.offload_rig import BLOCK, HeldMover, Rig, full, mamba, prompt, window
+from tests.helpers.offload_rig import BLOCK, Rig, full, mamba, mover_of, prompt, window
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
-    SimpleCPUOffloadConnector,
-)
 from vllm.v1.core.invariants import pool_problems
 
 DISK = {"kv_offload_backend": "disk", "disk_capacity_bytes": 1 << 20, "use_page_cache": True}
@@ -65,13 +62,6 @@ def test_off_18_a_siblings_load_never_gets_a_block_with_an_open_store() -> None:
     rig.connector.sub_connectors[0].reset_cache()
     again = rig.generate(prompt(16, seed=2), max_tokens=1)  # reads, and so checks, what was stored
     assert again.num_cached_tokens == 12
-
-
-def mover_of(connector: object) -> HeldMover:
-    assert isinstance(connector, SimpleCPUOffloadConnector)
-    assert connector.worker_handler is not None
-    assert isinstance(connector.worker_handler._backend, HeldMover)
-    return connector.worker_handler._backend
 
 
 def test_pfx_16_a_match_at_the_head_of_the_free_queue_is_claimed_before_anything_moves() -> None:

@@ -21,6 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.clock import MonotonicClock
 from vllm.utils.ids import random_uuid
 from vllm.utils.registry import resolve_object
+from vllm.v1.kv_offload.base import parse_tier_filter
 from vllm.v1.messages import EngineCoreRequest
 from vllm.v1.structured_output import validate_structured_outputs
 
@@ -266,6 +267,10 @@ def _check_extra_args(extra_args: Mapping[str, Any]) -> None:
         value = extra_args.get(name)
         if value is not None and not isinstance(value, dict):
             raise _refuse(name, value, "must be a mapping")
+    try:
+        parse_tier_filter(extra_args.get("kv_transfer_params"))
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
     if EXTRA_ARG in extra_args:
         try:
             parse_retention(extra_args[EXTRA_ARG])

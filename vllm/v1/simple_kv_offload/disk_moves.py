@@ -71,9 +71,7 @@ class _Direction:
         if order.event != INVALID_JOB_ID:
             self._failed.append(order.event)
 
-    def collect(
-        self, completed: dict[int, int], failed: dict[int, int], timings: Timings | None = None
-    ) -> set[int]:
+    def collect(self, completed: dict[int, int], failed: dict[int, int], timings: Timings) -> set[int]:
         """Enter what ended since the last call; returns sources with unusable content."""
         bad: set[int] = set()
         still_open = []
@@ -83,9 +81,7 @@ class _Direction:
                 still_open.append(move)
             elif result.error is None:
                 completed[move.event_idx] = 1
-                if timings is not None and result.seconds is not None:
-                    timings.disk_seconds += result.seconds
-                    timings.disk_blocks += move.num_blocks
+                self._note_time(move, result.seconds or 0.0, timings)
             else:
                 failed[move.event_idx] = 1
                 bad |= result.bad_blocks
@@ -95,6 +91,13 @@ class _Direction:
         failed.update(dict.fromkeys(self._failed, 1))
         self._failed = []
         return bad
+
+    def _note_time(self, move: _OpenMove, seconds: float, timings: Timings) -> None:
+        if self._is_store:
+            timings.disk_store_seconds += seconds
+        elif seconds:
+            timings.disk_seconds += seconds
+            timings.disk_blocks += move.num_blocks
 
 
 class DiskMoves:
@@ -122,7 +125,7 @@ class DiskMoves:
 
     def report_to(self, report: SimpleCPUOffloadWorkerMetadata) -> None:
         """Enter what ended since the last call."""
-        self._down.collect(report.completed_moves_down, report.failed_moves_down)
+        self._down.collect(report.completed_moves_down, report.failed_moves_down, report.timings)
         bad = self._up.collect(report.completed_moves_up, report.failed_moves_up, report.timings)
         report.bad_disk_blocks |= bad
 

@@ -52,7 +52,7 @@ class Promises:
     def lookup(self, request: Request, local_tokens: int) -> int:
         """Tokens that can be loaded behind the local prefix; leases them, replacing an earlier promise."""
         self.withdraw(request.request_id)
-        if request.skip_reading_prefix_cache:
+        if self._is_closed_to(request):
             return 0
         if not self._can_extend(local_tokens):
             self._warn_unaligned(local_tokens)
@@ -72,13 +72,13 @@ class Promises:
     def searchable(self, request: Request, local_tokens: int) -> tuple[Sequence[BlockHash], int] | None:
         """Hashes behind the local prefix and the tokens that a hit may have at most; None if nothing may be loaded."""
         max_tokens = request.num_tokens - 1 - local_tokens
-        if request.skip_reading_prefix_cache or not self._can_extend(local_tokens) or max_tokens <= 0:
+        if self._is_closed_to(request) or not self._can_extend(local_tokens) or max_tokens <= 0:
             return None
         return request.block_hashes[local_tokens // self._hash_block_size :], max_tokens
 
     def peek(self, request: Request, local_tokens: int) -> int:
         """What `lookup` would return; promises, holds and reports nothing."""
-        if request.skip_reading_prefix_cache or not self._can_extend(local_tokens):
+        if self._is_closed_to(request) or not self._can_extend(local_tokens):
             return 0
         return max(0, self._search(request, local_tokens, request.num_tokens - 1 - local_tokens)[1])
 
@@ -122,6 +122,9 @@ class Promises:
 
     def __len__(self) -> int:
         return len(self._by_request)
+
+    def _is_closed_to(self, request: Request) -> bool:
+        return request.skip_reading_prefix_cache or not request.load_tiers.allows(self._tier.medium)
 
     def _can_extend(self, local_tokens: int) -> bool:
         # Positions are counted from the local prefix, so a chunk must not begin before its end.

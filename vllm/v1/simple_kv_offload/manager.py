@@ -225,6 +225,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         return num_tokens, num_tokens > 0
 
     def _must_wait(self, chain: DiskChain, request: Request, num_computed_tokens: int) -> bool:
+        if not request.load_tiers.allows(chain.disk.medium):
+            return False
         searchable = self.promises.searchable(request, num_computed_tokens)
         return searchable is not None and chain.must_wait(request.request_id, *searchable)
 
@@ -354,6 +356,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             self.store_side.report(report.completed_store_events, ok=True)
             self._update_chain(report)
             self.speed.observe(report.timings)
+            self.reporter.timed(report.timings)
             if report.kept_lost and self.kept is not None:
                 self.kept.resend()
         if connector_output.finished_recving or bad_slots:

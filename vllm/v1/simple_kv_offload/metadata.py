@@ -37,7 +37,8 @@ NO_MOVE = DiskOrder()
 @dataclass(slots=True)
 class Timings:
     """What ranks measured: seconds of copies towards the device with the blocks that they moved, from the tier that the
-    device loads from and from the disk below it; and of steps with the prompt tokens that they computed."""
+    device loads from and from the disk below it; of copies the other way; and of steps with the prompt tokens that they
+    computed."""
 
     load_seconds: float = 0.0
     load_blocks: int = 0
@@ -45,6 +46,8 @@ class Timings:
     disk_blocks: int = 0
     prefill_seconds: float = 0.0
     prefill_tokens: int = 0
+    store_seconds: float = 0.0
+    disk_store_seconds: float = 0.0
 
     def plus(self, other: Timings) -> Timings:
         """The sum, as a new record."""
@@ -55,6 +58,8 @@ class Timings:
             self.disk_blocks + other.disk_blocks,
             self.prefill_seconds + other.prefill_seconds,
             self.prefill_tokens + other.prefill_tokens,
+            self.store_seconds + other.store_seconds,
+            self.disk_store_seconds + other.disk_store_seconds,
         )
 
 
@@ -118,7 +123,7 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     """Disk → host."""
     kept: KeptOrder = field(default_factory=KeptOrder)
     measures: bool = False
-    """Whether `Timings` are wanted."""
+    """Whether the speed of tiers is watched."""
     prefill_tokens: int = 0
     """Prompt tokens that the step computes, if it is one worth timing."""
     load_groups: list[int] = field(default_factory=list)

@@ -5,7 +5,7 @@ Owns metric names, label names and the payload's layout. It must not import a me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -39,6 +39,7 @@ class MetricName:
     SHARED_POOL_ACTIVE = "vllm:simple_kv_offload_shared_pool_active"
     TIER_HIT_TOKENS = "vllm:simple_kv_offload_tier_hit_tokens_total"
     TIER_BYTES = "vllm:simple_kv_offload_tier_bytes_total"
+    TIER_SECONDS = "vllm:simple_kv_offload_tier_seconds_total"
     TIER_WAITS = "vllm:simple_kv_offload_tier_waits_total"
     TIER_FAILED_BLOCKS = "vllm:simple_kv_offload_tier_failed_blocks_total"
     TIER_DECLINED_HITS = "vllm:simple_kv_offload_tier_declined_hits_total"
@@ -63,8 +64,10 @@ SAVE_OUTCOMES = (
 OUTCOME_TO_FIELD = {outcome: outcome for outcome in SAVE_OUTCOMES}
 INFO_LABELS = ["backend", "page_cache", "lazy_offload", "capacity_blocks"]
 
-# (name, library class, own labels, documentation)
-_DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
+Definition = tuple[str, str, list[str], str]
+"""Name, library class, own labels, documentation."""
+
+DEFINITIONS: tuple[Definition, ...] = (
     (MetricName.SAVE_OUTCOMES, "Counter", ["outcome"], "State hand-offs by what became of them."),
     (MetricName.LOAD_BLOCKS, "Counter", [], "Blocks loaded into device memory."),
     (
@@ -120,6 +123,12 @@ _DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
         ["tier", "direction"],
         "Bytes stored in a tier and loaded from it, over all ranks.",
     ),
+    (
+        MetricName.TIER_SECONDS,
+        "Counter",
+        ["tier", "direction"],
+        "Seconds that copies into a tier and out of it took, added up over copies and ranks.",
+    ),
     (MetricName.TIER_WAITS, "Counter", ["tier"], "Requests that waited for blocks of the tier."),
     (
         MetricName.TIER_FAILED_BLOCKS,
@@ -163,9 +172,10 @@ _DEFINITIONS: tuple[tuple[str, str, list[str], str], ...] = (
 
 
 class SimpleCPUOffloadStats(KVConnectorStats):
-    """Counters and gauges of one interval.
+    """Counters, gauges and observations of one interval.
 
-    ``data`` is empty, or ``{"types": {name: "counter" | "gauge"}, "data": {name: {labels: value}}}``.
+    ``data`` is empty, or ``{"types": {name: "counter" | "gauge" | "histogram"}, "data": {name: {labels: value}}}``;
+    the value of a histogram is the list of what was observed.
     """
 
     def increase_counter(self, name: str, value: float = 1, labelvalues: Labels = ()) -> None:
@@ -177,6 +187,10 @@ class SimpleCPUOffloadStats(KVConnectorStats):
         """Set a gauge."""
         self._values(name, "gauge")[tuple(labelvalues)] = value
 
+    def observe(self, name: str, values: Iterable[float], labelvalues: Labels = ()) -> None:
+        """Add observations to a histogram."""
+        self._values(name, "histogram").setdefault(tuple(labelvalues), []).extend(values)
+
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the counters of ``other``, take over its gauges, and return self."""
         if other.is_empty():
@@ -185,31 +199,40 @@ class SimpleCPUOffloadStats(KVConnectorStats):
         for name, values in other.data["data"].items():
             for labels, value in values.items():
                 # A payload that crossed processes may carry its labels as lists.
-                if types[name] == "counter":
-                    self.increase_counter(name, value, tuple(labels))
-                else:
-                    self.set_gauge(name, value, tuple(labels))
+                _ADDERS[types[name]](self, name, value, tuple(labels))
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Figures by short name, labels appended; the constant info is left out."""
+        """Figures by short name, labels appended; the constant info is left out, of a histogram there is the sum."""
         flat: dict[str, int | float] = {}
         for name, values in self.data.get("data", {}).items():
             if name == MetricName.INFO:
                 continue
             short = name.removeprefix("vllm:simple_kv_offload_")
             for labels, value in values.items():
-                flat[".".join([short, *labels])] = value
+                flat[".".join([short, *labels])] = sum(value) if isinstance(value, list) else value
         return flat
 
-    def _values(self, name: str, kind: str) -> dict[Labels, float]:
+    # Numbers, or lists of them.
+    def _values(self, name: str, kind: str) -> dict[Labels, Any]:
         self.data.setdefault("types", {})[name] = kind
-        values: dict[Labels, float] = self.data.setdefault("data", {}).setdefault(name, {})
+        values: dict[Labels, Any] = self.data.setdefault("data", {}).setdefault(name, {})
         return values
+
+
+_ADDERS: dict[str, Callable[[SimpleCPUOffloadStats, str, Any, Labels], None]] = {
+    "counter": SimpleCPUOffloadStats.increase_counter,
+    "gauge": SimpleCPUOffloadStats.set_gauge,
+    "histogram": SimpleCPUOffloadStats.observe,
+}
 
 
 class SimpleCPUOffloadPromMetrics(KVConnectorPromMetrics):
     """One metric per name, one child per engine and label values, made when first seen."""
+
+    definitions: tuple[Definition, ...] = DEFINITIONS
+    buckets: Mapping[str, Sequence[float]] = {}
+    """Of the histograms, by name."""
 
     # Metric classes and their instances belong to the metrics library, hence opaque.
     def __init__(
@@ -221,8 +244,14 @@ class SimpleCPUOffloadPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._defs: dict[str, Any] = {
-            name: self.make_metric(kind, name, documentation, [*labelnames, *own_labels])
-            for name, kind, own_labels, documentation in _DEFINITIONS
+            name: self.make_metric(
+                kind,
+                name,
+                documentation,
+                [*labelnames, *own_labels],
+                **({"buckets": self.buckets[name]} if name in self.buckets else {}),
+            )
+            for name, kind, own_labels, documentation in self.definitions
         }
         self._metrics: dict[tuple[int, str, Labels], Any] = {}
 
@@ -231,7 +260,10 @@ class SimpleCPUOffloadPromMetrics(KVConnectorPromMetrics):
         for name, values in transfer_stats_data.get("data", {}).items():
             for labels, value in values.items():
                 child = self._child(engine_idx, name, tuple(labels))
-                if types[name] != "counter":
+                if types[name] == "histogram":
+                    for observed in value:
+                        child.observe(observed)
+                elif types[name] == "gauge":
                     child.set(value)
                 elif value:  # most counters stand still
                     child.inc(value)

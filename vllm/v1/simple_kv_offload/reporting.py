@@ -7,6 +7,7 @@ from vllm.v1.kv_cache_report import TierReport, TransferReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.load_side import LoadSide
+from vllm.v1.simple_kv_offload.metadata import Timings
 from vllm.v1.simple_kv_offload.metrics import OUTCOME_TO_FIELD, MetricName, SimpleCPUOffloadStats
 from vllm.v1.simple_kv_offload.records import Ledger
 from vllm.v1.simple_kv_offload.speed import SpeedCheck
@@ -34,7 +35,8 @@ class StatsReporter:
         self._source = CacheHitSource.DISK if is_disk else CacheHitSource.HOST
         self._lookup_tokens = 0
         self._hit_tokens = {self._source: 0}
-        self._reported: dict[tuple[str, tuple[str, ...]], int] = {}
+        self._timings = Timings()
+        self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
         self._state: list[float] = []
 
     def looked_up(self, num_tokens: int) -> None:
@@ -46,6 +48,10 @@ class StatsReporter:
         below = CacheHitSource.DISK
         self._hit_tokens[self._source] += num_tokens - num_from_disk
         self._hit_tokens[below] = self._hit_tokens.get(below, 0) + num_from_disk
+
+    def timed(self, timings: Timings) -> None:
+        """What the workers measured."""
+        self._timings = self._timings.plus(timings)
 
     def report(
         self, tier: Tier, stores: StoreSide, loads: LoadSide, speed: SpeedCheck, chain: DiskChain | None
@@ -152,8 +158,14 @@ class StatsReporter:
         tier = source.value
         self._add(stats, MetricName.TIER_HIT_TOKENS, self._hit_tokens.get(source, 0), (tier,))
         self._add(stats, MetricName.TIER_WAITS, waits, (tier,))
-        for direction, ledger in zip(("store", "load"), ledgers, strict=True):
+        times = self._timings
+        if source is self._source:
+            seconds = (times.store_seconds, times.load_seconds)
+        else:
+            seconds = (times.disk_store_seconds, times.disk_seconds)
+        for direction, ledger, took in zip(("store", "load"), ledgers, seconds, strict=True):
             labels = (tier, direction)
+            self._add(stats, MetricName.TIER_SECONDS, took, labels)
             self._add(stats, MetricName.TIER_BYTES, ledger.done * self._block_bytes, labels)
             self._add(stats, MetricName.TIER_FAILED_BLOCKS, ledger.failed, labels)
 
@@ -217,7 +229,9 @@ class StatsReporter:
             bytes_done=ledger.done * self._block_bytes,
         )
 
-    def _add(self, stats: SimpleCPUOffloadStats, name: str, total: int, labels: tuple[str, ...] = ()) -> None:
+    def _add(
+        self, stats: SimpleCPUOffloadStats, name: str, total: float, labels: tuple[str, ...] = ()
+    ) -> None:
         key = (name, labels)
         stats.increase_counter(name, total - self._reported.get(key, 0), labels)
         self._reported[key] = total

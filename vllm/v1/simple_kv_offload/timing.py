@@ -50,6 +50,11 @@ class StepTimer:
             self._timings.load_seconds += result.seconds
             self._timings.load_blocks += num_blocks
 
+    def stored(self, result: CopyResult | None) -> None:
+        """A store has ended well."""
+        if result is not None and result.seconds is not None:
+            self._timings.store_seconds += result.seconds
+
     @property
     def has_any(self) -> bool:
         """Whether `take` may have something."""

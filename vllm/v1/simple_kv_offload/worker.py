@@ -44,7 +44,6 @@ from vllm.v1.simple_kv_offload.metadata import (
     KeptOrder,
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorkerMetadata,
-    Timings,
 )
 from vllm.v1.simple_kv_offload.options import DEFAULT_TRANSFER_TIMEOUT_S, check_num_cpu_blocks
 from vllm.v1.simple_kv_offload.regions import LayerCache, device_regions
@@ -154,7 +153,6 @@ class SimpleCPUOffloadWorker:
         self._store_pending = False
         self._bad_slots: set[int] = set()
         self._timer = StepTimer(self._clock, None)
-        self._measures = False
 
     # -- life cycle ---------------------------------------------------------------------------
 
@@ -295,7 +293,6 @@ class SimpleCPUOffloadWorker:
         self._store_pending = metadata.store_event != INVALID_JOB_ID
         self._notice_lost_orders(metadata)
         self._undeliverable.update(metadata.failed_load_reqs)
-        self._measures = metadata.measures
         self._timer.start(metadata.prefill_tokens)
         if self._keeper is not None:
             self._keeper.bind(metadata.kept)
@@ -431,7 +428,7 @@ class SimpleCPUOffloadWorker:
         if not (self._is_at_work or self._has_news):
             return None  # so it is in most steps
         self._check_health()
-        report = SimpleCPUOffloadWorkerMetadata(timings=self._timer.take())
+        report = SimpleCPUOffloadWorkerMetadata()
         still_open = []
         for copy in self._stores:
             if not copy.is_over():
@@ -440,6 +437,7 @@ class SimpleCPUOffloadWorker:
             result = copy.result()
             if result is None or result.error is None:
                 report.completed_store_events[copy.event_idx] = 1
+                self._timer.stored(result)
             else:
                 report.failed_store_events[copy.event_idx] = 1
                 logger.error("KV store %d failed: %s", copy.event_idx, result.error)
@@ -447,12 +445,11 @@ class SimpleCPUOffloadWorker:
         for event in self._lost_stores:
             report.failed_store_events[event] = 1
         self._lost_stores = []
+        report.timings = self._timer.take()
         if self._moves is not None:
             self._moves.report_to(report)
         if self._keeper is not None:
             report.kept_lost = self._keeper.take_lost()
-        if not self._measures:
-            report.timings = Timings()
         report.bad_cpu_blocks, self._bad_slots = self._bad_slots, set()
         report.lost_load_events, self._lost_loads_to_report = self._lost_loads_to_report, set()
         return None if report == _NOTHING else report

@@ -180,6 +180,7 @@ class _DiskMover:
         self._check(job.src_blocks, job.dst_blocks)
         if job.wait_event is not None:
             job.wait_event.synchronize()
+        job.result.begin()
         blocks, slots = _by_slot(job.src_blocks, job.dst_blocks)
         pieces = [partial(self._write, blocks[a:b], slots[a]) for a, b in self._runs(slots)]
         for start in range(0, len(pieces), self._num_threads):

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    Observed,
     OffloadingConnectorStats,
     OffloadPromMetrics,
     native_stats,
@@ -20,8 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector i
     SimpleCPUOffloadConnector,
 )
 from vllm.v1.core.kv_cache_view import device_block_bytes
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_connector_types import KVConnectorStats
+from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.options import OffloadOptions
 
 
@@ -31,6 +35,9 @@ class OffloadingConnector(SimpleCPUOffloadConnector):
     Loads are asynchronous. Scratch groups are never touched. ``ValueError`` if no group can be offloaded.
     """
 
+    _stats_class = OffloadingConnectorStats
+    _metrics_class = OffloadPromMetrics
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
     ) -> None:
@@ -38,6 +45,7 @@ class OffloadingConnector(SimpleCPUOffloadConnector):
         self._block_bytes = 0
         if kv_cache_config is not None:
             self._block_bytes = device_block_bytes(kv_cache_config, vllm_config.parallel_config.world_size)
+        self._observed = Observed(self._block_bytes)
 
     # The values come from the user's JSON, so anything may be in them.
     @classmethod
@@ -52,26 +60,38 @@ class OffloadingConnector(SimpleCPUOffloadConnector):
             check_chunk(options, [group.kv_cache_spec.block_size for group in groups])
         return options.machine
 
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        manager = self.scheduler_manager
+        if manager is None:
+            return 0, False
+        began = manager.clock.monotonic()
+        found = manager.get_num_new_matched_tokens(request, num_computed_tokens)
+        now = manager.clock.monotonic()
+        self._observed.looked_up(request.request_id, began, now, is_answered=found[0] is not None)
+        return found
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        orders = super().build_connector_meta(scheduler_output)
+        if isinstance(orders, SimpleCPUOffloadMetadata):
+            self._observed.ordered(orders)
+        return orders
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._observed.forget_request(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         manager = self.scheduler_manager
         base = None if manager is None else manager.get_stats(only_news=True)
         if manager is None or base is None:
             return None
-        return native_stats(manager, base, self._block_bytes)
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return OffloadingConnectorStats() if data is None else OffloadingConnectorStats(data)
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: Mapping[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> OffloadPromMetrics:
-        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        stats = native_stats(manager, base, self._block_bytes)
+        self._observed.report(stats)
+        return stats
 
 
 __all__ = ["OffloadingConnector"]

@@ -45,14 +45,16 @@ class KVConnectorPromMetrics:
         self._labelnames = labelnames
         self.per_engine_labelvalues = per_engine_labelvalues
 
-    def make_metric(self, library_class_name: str, name: str, documentation: str, labels: list[str]) -> Any:
-        """Instantiate the metric class standing in for the library class of that name.
+    def make_metric(
+        self, library_class_name: str, name: str, documentation: str, labels: list[str], **more: Any
+    ) -> Any:
+        """Instantiate the metric class standing in for the library class of that name, with ``more`` arguments of its own.
 
         ``KeyError`` if the front end did not offer such a class.
         """
         for library_class, wanted in self._metric_types.items():
             if library_class.__name__ == library_class_name:
-                return wanted(name=name, documentation=documentation, labelnames=labels)
+                return wanted(name=name, documentation=documentation, labelnames=labels, **more)
         raise KeyError(f"no metric class named {library_class_name!r} was handed in")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -6,7 +6,7 @@ Owns the options and which half an instance is. It must not decide anything abou
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_event_types import KVCacheEvent
@@ -55,6 +55,9 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     Without prefix caching there is nothing to copy: one warning, and every method does nothing.
     ``scheduler_manager`` exists in the scheduler half, ``worker_handler`` in the worker half.
     """
+
+    _stats_class: ClassVar[type[SimpleCPUOffloadStats]] = SimpleCPUOffloadStats
+    _metrics_class: ClassVar[type[SimpleCPUOffloadPromMetrics]] = SimpleCPUOffloadPromMetrics
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
@@ -284,7 +287,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return SimpleCPUOffloadStats() if data is None else SimpleCPUOffloadStats(data)
+        return cls._stats_class() if data is None else cls._stats_class(data)
 
     @classmethod
     def build_prom_metrics(
@@ -294,7 +297,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> SimpleCPUOffloadPromMetrics:
-        return SimpleCPUOffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return cls._metrics_class(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _make_manager(
