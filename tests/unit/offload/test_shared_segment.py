@@ -311,6 +311,37 @@ def test_a_death_while_taking_over_from_the_dead_is_taken_over_too(tmp_path: Pat
         path.unlink()
 
 
+def test_a_death_while_joining_leaves_a_place_that_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, num_joins = SharedSegment._put, 0
+    for num_stores in range(8):
+        path, left = tmp_path / f"segment{num_stores}", [num_stores]
+        peer = MiniEngine(path, shape())
+
+        def dying_put(self: SharedSegment, word: int, value: int, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            put(self, word, value)
+
+        monkeypatch.setattr(SharedSegment, "_put", dying_put)
+        try:
+            MiniEngine(path, shape(), engine_id="victim").die()
+            num_joins += 1
+        except Killed:
+            pass
+        monkeypatch.setattr(SharedSegment, "_put", put)
+        heir = MiniEngine(path, shape(), engine_id="victim")
+        assert heir.stage(key_of(1))
+        heir.finish(0)
+        assert peer.read(key_of(1))
+        assert len(peer.segment.attached()) == 1
+        heir.die()
+        peer.die()
+    assert 0 < num_joins < 8
+
+
 def test_tier_09_kill_and_restart_leaves_one_segment_and_always_starts(tmp_path: Path) -> None:
     path = Path(segment_path(str(tmp_path), "pool", b"d" * 32))
 
