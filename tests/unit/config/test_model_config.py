@@ -152,11 +152,59 @@ def test_missing_size_is_reported_with_its_names(tmp_path):
         ({"head_dim": 0}, "head_dim=0 must be a positive integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"vocab_size": True}, "vocab_size=True"),
+        (
+            {"model_type": "llama", "hidden_size": 65, "head_dim": 16},
+            "hidden_size=65 must be a multiple of num_attention_heads=4",
+        ),
+        ({"model_type": "llama", "hidden_size": 66, "head_dim": 16}, "hidden_size=66 .*head_dim=16"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+        ({"head_dim": 16, "partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2 turns 3 of head_dim=16"),
+        (
+            {"head_dim": 16, "rope_parameters": {"partial_rotary_factor": 0.01}},
+            "partial_rotary_factor=0.01 turns 0",
+        ),
+        ({"q_lora_rank": 0}, "q_lora_rank=0 must be a positive integer"),
+        ({"index_topk": "8"}, "index_topk='8' must be a positive integer"),
+        ({"linear_attn_config": {"num_heads": 0}}, "num_heads=0 in linear_attn_config"),
+        (
+            {"n_routed_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok=5 must be at most the 4 experts",
+        ),
+        ({"n_routed_experts": 3, "num_experts_per_tok": 1, "n_group": 2}, "n_routed_experts=3 .*n_group=2"),
+        ({"n_routed_experts": 4, "num_experts_per_tok": 1, "n_group": 2, "topk_group": 3}, "topk_group=3"),
+        (
+            {"n_routed_experts": 4, "num_experts_per_tok": 1, "n_group": 4},
+            "n_group=4 leaves 1 of n_routed_experts=4",
+        ),
+        (
+            {"n_routed_experts": 8, "num_experts_per_tok": 5, "n_group": 2, "topk_group": 1},
+            "num_experts_per_tok=5 must be at most the 4 experts in topk_group=1",
+        ),
     ],
 )
 def test_impossible_values_of_a_checkpoint_are_refused(tmp_path, extra, fault):
     with pytest.raises(ValueError, match=f"config.json: {fault}"):
         ModelConfig(write_model_folder(tmp_path, **extra))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"model_type": "mistral", "hidden_size": 63, "head_dim": 16},
+        {
+            "model_type": "llama",
+            "hidden_size": 63,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+        },
+        {"kv_lora_rank": 31, "q_lora_rank": None, "num_key_value_heads": 3},
+        {"head_dim": 16, "partial_rotary_factor": 0.25},
+        {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+    ],
+)
+def test_unusual_but_possible_shapes_are_accepted(tmp_path, extra):
+    assert ModelConfig(write_model_folder(tmp_path, **extra)).get_hidden_size() > 0
 
 
 def test_impossible_values_in_the_language_part_are_refused(tmp_path):

@@ -51,6 +51,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
     "mistral_window": ("mistral", {}),
+    "odd_width": ("mistral", {"hidden_size": 63}),
+    "odd_width_of_odd_heads": (
+        "llama",
+        {"hidden_size": 63, "num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
 }

@@ -233,7 +233,8 @@ def test_store_07_processes_started_apart_derive_the_same_keys() -> None:
         "print([h.hex() for r in made for h in r.block_hashes], hash('text'))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    # The answer is all of stdout, whatever is logged meanwhile.
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_STREAM": "stderr"}
     outputs = [
         subprocess.run(
             [sys.executable, "-c", script], env=environment, capture_output=True, check=True

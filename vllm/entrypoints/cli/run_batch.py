@@ -97,7 +97,7 @@ async def answer(line: BatchLine, by_url: dict[str, Handler]) -> dict[str, Any]:
     except (VLLMError, ValidationError) as error:
         result = create_error_response(error)
     except Exception as error:  # a defect that one request shows must not cost the answers to all others
-        logger.exception("Request %r of the batch failed", line.custom_id)
+        logger.error("Request %r of the batch failed", line.custom_id)
         result = create_error_response(error)
     failed = isinstance(result, ErrorResponse)
     response = {
