@@ -32,18 +32,18 @@ class RequestError(msgspec.Struct, frozen=True, omit_defaults=True):
     def to_exception(self) -> VLLMError:
         """The exception that the front end raises for it."""
         if self.code in CLIENT_ERROR_CODES:
-            return VLLMValidationError(self.message)
+            return VLLMValidationError(self.message, parameter=CLIENT_ERROR_CODES[self.code])
         return RetryableRequestError(self.message) if self.retryable else GenerationError(self.message)
 
 
-# Codes that mean: the request itself was at fault.
-CLIENT_ERROR_CODES = (
-    "invalid_request",
-    "invalid_grammar",
-    "grammar_too_complex",
-    "validation_error",
-    "kv_cache_too_small",
-)
+# Codes that mean: the request itself was at fault; and the field at fault, where the code alone tells.
+CLIENT_ERROR_CODES = {
+    "invalid_request": None,
+    "invalid_grammar": "structured_outputs",
+    "grammar_too_complex": "structured_outputs",
+    "validation_error": "structured_outputs",
+    "kv_cache_too_small": None,
+}
 
 
 class SamplingMask(msgspec.Struct, omit_defaults=True):

@@ -14,6 +14,8 @@ from vllm import envs
 from vllm.exceptions import VLLMValidationError
 
 MAX_LOGIT_BIAS = 100.0
+# Logits are scaled by it in single precision.
+REPETITION_PENALTY_MAX = 1e20
 
 
 class CheckedParams(Protocol):
@@ -174,6 +176,12 @@ def check_numbers(params: CheckedParams) -> None:
             raise _refuse(name, value, "must be in [-2, 2]")
     if _number("repetition_penalty", params.repetition_penalty) <= 0.0:
         raise _refuse("repetition_penalty", params.repetition_penalty, "must be greater than zero")
+    if not 1.0 / REPETITION_PENALTY_MAX <= params.repetition_penalty <= REPETITION_PENALTY_MAX:
+        raise _refuse(
+            "repetition_penalty",
+            params.repetition_penalty,
+            f"must be within {1.0 / REPETITION_PENALTY_MAX:g} and {REPETITION_PENALTY_MAX:g}, where logits stay finite",
+        )
     if not 0.0 <= _number("temperature", params.temperature) <= 2.0:
         raise _refuse("temperature", params.temperature, "must be in [0, 2]")
     if not 0.0 < _number("top_p", params.top_p) <= 1.0:

@@ -83,6 +83,11 @@ def test_request_error_becomes_the_right_exception(error, kind):
     assert "m" in str(made)
 
 
+def test_a_request_error_names_the_field_at_fault_where_its_code_tells():
+    assert RequestError("grammar_too_complex", "m").to_exception().parameter == "structured_outputs"
+    assert RequestError("invalid_request", "m").to_exception().parameter is None
+
+
 def test_request_error_is_frozen():
     with pytest.raises(AttributeError):
         RequestError("a", "b").code = "c"

@@ -50,7 +50,8 @@ def test_defaults():
     ("field", "value"),
     [
         ("n", 0), ("n", True), ("n", 16385), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0),
-        ("repetition_penalty", float("inf")), ("temperature", -0.1), ("temperature", 2.1), ("temperature", float("nan")),
+        ("repetition_penalty", float("inf")), ("repetition_penalty", 1e300), ("repetition_penalty", 1e-300),
+        ("temperature", -0.1), ("temperature", 2.1), ("temperature", float("nan")),
         ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1),
         ("seed", 2**63), ("seed", 1.5), ("stop", [""]), ("stop", [3]), ("stop_token_ids", ["a"]), ("max_tokens", 0), ("min_tokens", -1),
         ("min_tokens", 17), ("logprobs", -2), ("prompt_logprobs", -2), ("stream_interval", 0), ("logit_bias", {"AI": -100}),

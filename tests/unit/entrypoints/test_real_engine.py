@@ -351,6 +351,11 @@ async def test_log_probabilities_of_forbidden_tokens_are_numbers_of_json(client,
     assert min(values) == -9999.0
 
 
+async def test_a_grammar_that_other_fields_contradict_names_itself(client):
+    body = {"prompt": "x", "allowed_token_ids": [1], "structured_outputs": {"choice": ["a"]}}
+    assert (await refused(client, COMPLETIONS, **body))["param"] == "structured_outputs"
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_log_probabilities_of_given_prompt_tokens_are_delivered(client, streams):
     params = {"max_tokens": 2, "prompt_logprob_token_ids": [5, 6], "prompt_logprobs": 0}

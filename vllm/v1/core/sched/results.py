@@ -45,7 +45,7 @@ ClientOutputs = dict[int, list[EngineCoreOutput]]
 LOAD_FAILED = RequestError("kv_load_failed", "KV cache data of the request could not be loaded")
 NAN_LOGITS = RequestError("nan_logits", "the model produced no finite logits for the request")
 CONTRADICTION = RequestError(
-    "invalid_request",
+    "validation_error",
     "the request's grammar and its allowed_token_ids or bad_words leave no token to go on with",
 )
 GRAMMAR_VIOLATED = RequestError("grammar_violated", "the model's output left the grammar of the request")
