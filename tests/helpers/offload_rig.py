@@ -357,10 +357,14 @@ class Rig:
             for source, target in output.kv_cache_block_copies or ():
                 pages[target] = pages[source]
 
+    def place(self, rank: int, group: int) -> str:
+        """Whose part of a group's bytes a rank has; see `prefix_bytes`."""
+        return f"shard {self.specs[group].tp_shard(rank, self.ranks, 1)} group {group}"
+
     def _forward(self, memory: dict[str, torch.Tensor], rank: int, row: _Row, start: int, end: int) -> None:
         for group, spec in enumerate(self.specs):
             pages, table = memory[f"layer{group}"], row.tables[group]
-            place = f"shard {spec.tp_shard(rank, self.ranks, 1)} group {group}"
+            place = self.place(rank, group)
             if isinstance(spec, CircularBufferSpec):
                 continue
             if isinstance(spec, MambaSpec):

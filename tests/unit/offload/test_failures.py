@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers.offload_rig import BLOCK, STEP_FAILED, Rig, full, mamba, prompt, ring, window
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.message_types import FinishReason
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyError
@@ -267,6 +268,29 @@ def test_xfer_04_a_preempted_request_stores_its_own_bytes() -> None:
     again = rig.generate(prompt(9), max_tokens=1)
     assert again.num_cached_tokens == 8
     rig.assert_at_rest()
+
+
+def test_xfer_06_every_rank_reports_every_transfer_and_all_blocks_come_back() -> None:
+    """Ranks that are late, or on which a copy fails, hold up nothing for good."""
+    rig = Rig(ranks=4, device_blocks=24, host_blocks=24)
+    free = rig.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    requests = [rig.add(prompt(17, seed % 9), max_tokens=2) for seed in range(35)]
+    for late in range(400):
+        if not rig.scheduler.has_requests():
+            break
+        rig.step(copies=False)
+        # In each step another two of the four ranks get on with their copies.
+        for rank in (late % 4, (late + 1) % 4):
+            if late % 7 == 0 and rig.mover(rank).jobs:
+                rig.mover(rank).fail_next = [RuntimeError("this rank only")]
+            rig.mover(rank).release()
+    for request in requests:
+        rig.check_output(request)
+        assert rig.ends[request.request_id].finish_reason is FinishReason.LENGTH
+    assert rig.manager.load_side.ledger.done > 0
+    assert rig.manager.store_side.ledger.failed > 0
+    rig.assert_at_rest()
+    assert rig.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
 
 
 def test_a_shorter_prefix_than_promised_is_accepted() -> None:

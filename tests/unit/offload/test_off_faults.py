@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from tests.helpers.offload_parts import prefix_bytes
 from tests.helpers.offload_rig import BLOCK, Rig, full, mamba, prompt, window
 from vllm.config import SpeculativeConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 
 def test_off_01_promised_blocks_are_held_against_competing_stores() -> None:
@@ -137,27 +139,42 @@ def test_off_09_a_resumed_request_stores_from_its_new_table() -> None:
     rig.step()
     rig.step()
     assert rig.in_tier(request) == [0, 1]
-    old = list(rig.manager.store_side.states[request.request_id].block_ids[0])
     rig.scheduler._preempt_request(request, 0.0)
     taken = rig.scheduler.kv_cache_manager.block_pool.get_new_blocks(13)  # its blocks go to others
     for block in taken:
         for pages in rig.memories[0].values():
             pages[block.block_id] = 77
     rig.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
+    seen = []
+    while rig.scheduler.has_unfinished_requests():
+        rig.step()
+        state = rig.manager.store_side.states.get(request.request_id)
+        if state is not None and request.status is RequestStatus.RUNNING:
+            seen.append(list(state.block_ids[0]))
+            assert seen[-1] == rig.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+    assert seen, "the table was replaced, not extended"
     rig.run()
     rig.check_output(request)
     assert rig.in_tier(request) == [0, 1, 2]
-    assert old is not None
     check_tier_bytes(rig, request)
     rig.assert_at_rest()
 
 
-def check_tier_bytes(rig: Rig, request: object, group: int = 0) -> None:
-    """Each stored block of the request is byte-equal to what the model writes for it."""
-    rig.evict_device()
-    tokens = list(request.all_token_ids)  # type: ignore[attr-defined]
-    again = rig.generate(tokens[:-1], max_tokens=1)  # reads, and so checks, everything that was stored
-    assert again.num_cached_tokens > 0
+def check_tier_bytes(rig: Rig, request: Request) -> None:
+    """Each stored block of the request, also one that no hit would read, has what the model writes for it."""
+    tokens = list(request.all_token_ids)
+    (rows,) = rig.worker().cpu_kv_caches.values()
+    for group, spec in enumerate(rig.specs):
+        size = spec.page_size_bytes // spec.block_size
+        for index in rig.in_tier(request, group):
+            slot = rig.manager.tier.get(rig.key(request, index, group))
+            assert slot is not None
+            for position in range(index * spec.block_size, (index + 1) * spec.block_size):
+                at = position % spec.block_size * size
+                wanted = prefix_bytes(tokens[: position + 1], rig.place(0, group), size)
+                found = rows[slot.block_id, at : at + size]
+                assert torch.equal(found, wanted), f"group {group}: wrong bytes for position {position}"
+    assert rig.in_tier(request)
 
 
 def test_off_11_abort_of_a_request_that_was_never_scheduled() -> None:
@@ -223,6 +240,17 @@ def test_off_14_an_unaligned_window_may_touch_one_block_more() -> None:
     full_blocks = again.num_cached_tokens // 4
     assert len(load.src_blocks) - full_blocks == -(-13 // 4)
     rig.assert_at_rest()
+
+
+def test_off_14_a_load_that_ends_inside_a_block_is_planned_with_one_block_more_than_the_window_is_long() -> (
+    None
+):
+    rig = Rig(specs=[full(4), window(4, size=8)], host_blocks=64)
+    null, slots = rig.manager.tier.pool.null_block, rig.manager.tier.stage(14)
+    # 41 tokens: the window of 8 reads from token 34 on, so in blocks 8, 9 and 10.
+    plan = rig.manager.promises._plan(0, 41, (slots[:11], [*[null] * 8, *slots[11:]]))
+    assert [index for group, index in plan.positions if group == 1] == [8, 9, 10]
+    assert [block.block_id for block in plan.tier_blocks] == [slot.block_id for slot in slots]
 
 
 @pytest.mark.parametrize("size", range(2, 14))
@@ -310,6 +338,8 @@ def test_off_18_a_block_with_an_open_store_is_not_handed_out() -> None:
     rig.run()
     check_tier_bytes(rig, request)
     rig.check_output(other)
+    rig.evict_device()
+    assert rig.generate(prompt(16), max_tokens=1).num_cached_tokens == 12
 
 
 def test_off_20_the_engine_steps_until_the_last_copy_has_ended() -> None:

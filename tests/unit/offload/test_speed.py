@@ -304,6 +304,25 @@ def test_what_the_tiers_report_is_what_requests_report(disk_rig: DiskRig) -> Non
     assert found[MetricName.TIER_FAILED_BLOCKS, ("host", "load")] == 0
 
 
+def test_met_01_what_a_preempted_request_loads_back_is_no_hit() -> None:
+    rig = Rig(device_blocks=16)
+    request = rig.add(prompt(13), max_tokens=6)
+    for _ in range(3):
+        rig.step()
+    assert rig.in_tier(request)[:3] == [0, 1, 2]
+    rig.scheduler._preempt_request(request, 0.0)
+    taken = rig.scheduler.kv_cache_manager.block_pool.get_new_blocks(15)  # nothing of it stays on the device
+    rig.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
+    rig.run()
+    rig.check_output(request)
+    assert rig.manager.load_side.ledger.done >= 3, "its own blocks came back from below"
+    figures = totals(rig)
+    assert figures[MetricName.LOOKUP_TOKENS, ()] == 12
+    assert figures[MetricName.HIT_TOKENS, ()] == 0
+    assert figures[MetricName.TIER_HIT_TOKENS, ("host",)] == 0
+    assert figures[MetricName.RESUMED_HIT_TOKENS, ()] >= 12
+
+
 def test_met_02_waiting_requests_are_counted_once() -> None:
     rig = Rig(device_blocks=8)
     holder = rig.add(prompt(17), max_tokens=8)

@@ -250,14 +250,14 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self.store_side.track(request)
         num_asked = self._asked.pop(request_id, None)
         if num_asked is not None:  # the first call of this admission
-            self.reporter.looked_up(num_asked)
+            self.reporter.looked_up(num_asked, is_resumed=request.num_preemptions > 0)
             self._tell_missed(request)
         if num_external_tokens > 0:
             from_disk = 0
             if self.chain is not None and num_asked is not None:
                 from_disk = self.chain.tokens_from_disk(request_id, num_asked, num_external_tokens)
             self.load_side.accept(request, blocks, num_external_tokens)
-            self.reporter.accepted(num_external_tokens, from_disk)
+            self.reporter.accepted(num_external_tokens, from_disk, is_resumed=request.num_preemptions > 0)
         else:
             self.promises.withdraw(request_id)
         self._forget_asked(request_id)

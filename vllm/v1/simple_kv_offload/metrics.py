@@ -25,6 +25,7 @@ class MetricName:
     PENDING_STORE_BLOCKS = "vllm:simple_kv_offload_pending_store_blocks"
     INFO = "vllm:simple_kv_offload_info"
     LOOKUP_TOKENS = "vllm:simple_kv_offload_lookup_tokens_total"
+    RESUMED_HIT_TOKENS = "vllm:simple_kv_offload_resumed_hit_tokens_total"
     HIT_TOKENS = "vllm:simple_kv_offload_hit_tokens_total"
     STORE_BLOCKS = "vllm:simple_kv_offload_store_blocks_total"
     LOAD_FAILURES = "vllm:simple_kv_offload_load_failures_total"
@@ -80,6 +81,12 @@ DEFINITIONS: tuple[Definition, ...] = (
     (MetricName.INFO, "Gauge", INFO_LABELS, "Always 1; the labels describe the tier."),
     (MetricName.LOOKUP_TOKENS, "Counter", [], "Tokens looked up behind the device's prefix."),
     (MetricName.HIT_TOKENS, "Counter", [], "Tokens accepted for loading."),
+    (
+        MetricName.RESUMED_HIT_TOKENS,
+        "Counter",
+        [],
+        "Tokens accepted for requests that go on after a preemption; none of the other figures of hits has them.",
+    ),
     (MetricName.STORE_BLOCKS, "Counter", ["result"], "Ended block stores: stored, failed or dropped."),
     (MetricName.LOAD_FAILURES, "Counter", [], "Requests whose load failed."),
     (MetricName.EVICTED_BLOCKS, "Counter", [], "Cached slots taken for new content."),

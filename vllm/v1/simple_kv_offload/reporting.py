@@ -34,17 +34,22 @@ class StatsReporter:
         )
         self._source = CacheHitSource.DISK if is_disk else CacheHitSource.HOST
         self._lookup_tokens = 0
+        self._resumed_tokens = 0
         self._hit_tokens = {self._source: 0}
         self._timings = Timings()
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
         self._state: list[float] = []
 
-    def looked_up(self, num_tokens: int) -> None:
-        """A request asked for so many tokens."""
-        self._lookup_tokens += num_tokens
+    def looked_up(self, num_tokens: int, *, is_resumed: bool = False) -> None:
+        """A request asked for so many tokens; one that goes on after a preemption says nothing about reuse."""
+        if not is_resumed:
+            self._lookup_tokens += num_tokens
 
-    def accepted(self, num_tokens: int, num_from_disk: int = 0) -> None:
+    def accepted(self, num_tokens: int, num_from_disk: int = 0, *, is_resumed: bool = False) -> None:
         """So many promised tokens were taken, some of which came up from the disk below for this request."""
+        if is_resumed:
+            self._resumed_tokens += num_tokens
+            return
         below = CacheHitSource.DISK
         self._hit_tokens[self._source] += num_tokens - num_from_disk
         self._hit_tokens[below] = self._hit_tokens.get(below, 0) + num_from_disk
@@ -91,6 +96,7 @@ class StatsReporter:
             *(stores.num_preempted_blocks, tier.evictions, tier.num_held),
             len(tier.pool.cached_block_hash_to_block),
             speed.prefill.samples,
+            self._resumed_tokens,
         ]
         state += self._hit_tokens.values()
         for source, rate in speed.loads.items():
@@ -123,6 +129,7 @@ class StatsReporter:
         self._add(stats, MetricName.LOAD_FAILURES, loads.failures)
         self._add(stats, MetricName.LOOKUP_TOKENS, self._lookup_tokens)
         self._add(stats, MetricName.HIT_TOKENS, sum(self._hit_tokens.values()))
+        self._add(stats, MetricName.RESUMED_HIT_TOKENS, self._resumed_tokens)
         declines = stores.declines
         for reason, total in (
             ("reuse", declines.reuse),
