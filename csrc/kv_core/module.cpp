@@ -30,7 +30,6 @@ PyMethodDef functions[] = {
     {"make_blocks", fast(make_blocks), METH_FASTCALL, nullptr},
     {"bind_take", fast(bind_take), METH_FASTCALL, nullptr},
     {"touch", fast(touch), METH_FASTCALL, nullptr},
-    {"look_ahead", fast(look_ahead), METH_FASTCALL, nullptr},
     {"find_cached", fast(find_cached), METH_FASTCALL, nullptr},
     {"lacking", fast(lacking), METH_FASTCALL, nullptr},
     {"block_ids", fast(block_ids), METH_FASTCALL, nullptr},

@@ -82,7 +82,7 @@ class Scout {
   }
   void step() {
     step_first();
-    if (index_ == nullptr || is_over(second_)) return;
+    if (is_over(second_)) return;
     expect_place(index_, second_);
     second_ = second_->next;
   }
@@ -143,6 +143,7 @@ class Rows {
     Py_INCREF(item);
     PyList_SetItem(list_, count_++, item);
   }
+  void drop_all() { count_ = 0; }
   // Borrowed; null with an error.
   PyObject* done() { return PyList_SetSlice(list_, count_, most_, nullptr) == 0 ? list_ : nullptr; }
 
@@ -151,23 +152,6 @@ class Rows {
   Py_ssize_t most_;
   Py_ssize_t count_ = 0;
 };
-
-// A list of `value(block)` for each of the blocks.
-template <typename Value>
-PyObject* column(PyObject* blocks, Value value) {
-  Items items(blocks);
-  PyObject* values = items.ok() ? PyList_New(items.size()) : nullptr;
-  for (Py_ssize_t i = 0; values != nullptr && i < items.size(); ++i) {
-    Block* block = as_block(items[i]);
-    PyObject* made = block == nullptr ? nullptr : value(block);
-    if (made == nullptr) {
-      Py_CLEAR(values);
-    } else {
-      PyList_SetItem(values, i, made);
-    }
-  }
-  return values;
-}
 
 PyObject* weak_reference(PyObject* pool) {
   PyObject* weak = PyWeakref_NewRef(pool, nullptr);
@@ -275,50 +259,40 @@ PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// look_ahead(queue, depth, index) -> (whether the index lacks the hash of one of the first `depth` blocks, the last of them
-// or None); it stops at the first that is lacking.
-PyObject* look_ahead(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("look_ahead", count, 3)) return nullptr;
-  if (!PyObject_TypeCheck(args[0], queue_type)) {
-    PyErr_SetString(PyExc_TypeError, "look_ahead needs a native queue");
-    return nullptr;
-  }
-  const Index* index = as_index(args[2]);
-  const Py_ssize_t depth = index == nullptr ? -1 : PyLong_AsSsize_t(args[1]);
-  if (depth == -1 && PyErr_Occurred()) return nullptr;
-  const Queue* queue = reinterpret_cast<Queue*>(args[0]);
-  Scout scout(queue, index);
-  Block* last = nullptr;
-  bool lacks = false;
-  Block* block = queue->head->next;
-  for (Py_ssize_t i = 0; i < depth && !lacks && block != nullptr && block != queue->tail; ++i, block = block->next) {
-    scout.step();
-    last = block;
-    lacks = block->hash != nullptr && find_entry(index, block->hash, hash_of(block->hash)) == kNowhere;
-  }
-  return PyTuple_Pack(2, lacks ? Py_True : Py_False, last == nullptr ? Py_None : as_object(last));
-}
-
-// find_cached(queue, depth, suffixes, unwanted) -> (blocks, hashes, last): of the first `depth` blocks those whose hash ends
-// with one of the suffixes and is not in the set `unwanted`, and the last block looked at or None.
+// find_cached(queue, depth, suffixes, unwanted, index) -> (blocks, hashes, number, last): of the first `depth` blocks those whose
+// hash ends with one of the suffixes and is not in the set `unwanted`, how many of these hashes the index lacks, and the last
+// block looked at or None. No blocks and hashes where the index lacks none.
 PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("find_cached", count, 4)) return nullptr;
+  if (wrong_count("find_cached", count, 5)) return nullptr;
   if (!PyObject_TypeCheck(args[0], queue_type) || !PyAnySet_Check(args[3])) {
     PyErr_SetString(PyExc_TypeError, "find_cached needs a native queue and a set");
     return nullptr;
   }
-  const Py_ssize_t depth = PyLong_AsSsize_t(args[1]);
+  const Index* index = as_index(args[4]);
+  const Py_ssize_t depth = index == nullptr ? -1 : PyLong_AsSsize_t(args[1]);
   if (depth == -1 && PyErr_Occurred()) return nullptr;
   const Suffixes suffixes(args[2]);
   if (!suffixes.ok()) return nullptr;
   const bool all_wanted = PySet_Size(args[3]) == 0;
   const Queue* queue = reinterpret_cast<Queue*>(args[0]);
   const Py_ssize_t most = std::max<Py_ssize_t>(0, std::min(depth, queue->size));
-  Rows blocks(most), hashes(most);
-  if (!blocks.ok() || !hashes.ok()) return nullptr;
-  Scout scout(queue, nullptr);
+  const auto lacks = [index](const Block* block) {
+    return block->hash != nullptr && find_entry(index, block->hash, hash_of(block->hash)) == kNowhere;
+  };
   Block *last = nullptr, *block = queue->head->next;
-  for (Py_ssize_t i = 0; i < most && block != nullptr && block != queue->tail; ++i, block = block->next) {
+  Py_ssize_t num_copied = 0;  // mostly the index has everything, and nothing is to be listed
+  for (Scout scout(queue, index); num_copied < most && block != nullptr && block != queue->tail && !lacks(block); ++num_copied) {
+    scout.step();
+    last = block;
+    block = block->next;
+  }
+  const bool has_all = num_copied == most || block == nullptr || block == queue->tail;
+  Rows blocks(has_all ? 0 : most), hashes(has_all ? 0 : most);
+  if (!blocks.ok() || !hashes.ok()) return nullptr;
+  Scout scout(queue, index);
+  Py_ssize_t num_lacking = 0;
+  if (!has_all) block = queue->head->next;
+  for (Py_ssize_t i = 0; !has_all && i < most && block != nullptr && block != queue->tail; ++i, block = block->next) {
     scout.step();
     last = block;
     if (block->hash == nullptr || !suffixes.end(block->hash)) continue;
@@ -327,10 +301,12 @@ PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (unwanted > 0) continue;
     blocks.add(as_object(block));
     hashes.add(block->hash);
+    num_lacking += lacks(block);
   }
+  if (num_lacking == 0) blocks.drop_all(), hashes.drop_all();
   PyObject *found = blocks.done(), *keys = hashes.done();
   if (found == nullptr || keys == nullptr) return nullptr;
-  return PyTuple_Pack(3, found, keys, last == nullptr ? Py_None : as_object(last));
+  return Py_BuildValue("OOnO", found, keys, num_lacking, last == nullptr ? Py_None : as_object(last));
 }
 
 // lacking(index, hashes) -> list: those of the hashes that the index has no entry for, in order.
@@ -358,17 +334,38 @@ PyObject* lacking(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // block_ids(blocks) -> list of their ids.
 PyObject* block_ids(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (wrong_count("block_ids", count, 1)) return nullptr;
-  return column(args[0], [](const Block* block) { return PyLong_FromLong(block->id); });
+  Items items(args[0]);
+  PyObject* ids = items.ok() ? PyList_New(items.size()) : nullptr;
+  for (Py_ssize_t i = 0; ids != nullptr && i < items.size(); ++i) {
+    const Block* block = as_block(items[i]);
+    PyObject* id = block == nullptr ? nullptr : PyLong_FromLong(block->id);
+    if (id == nullptr) {
+      Py_CLEAR(ids);
+    } else {
+      PyList_SetItem(ids, i, id);
+    }
+  }
+  return ids;
 }
 
-// token_counts(blocks) -> list of how many tokens their hashes cover, or None.
+// token_counts(blocks) -> memory of 32-bit numbers: how many tokens their hashes cover, or kNoTokens.
 PyObject* token_counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (wrong_count("token_counts", count, 1)) return nullptr;
-  return column(args[0], [](const Block* block) {
-    if (block->num_tokens != kNoTokens) return PyLong_FromUnsignedLong(block->num_tokens);
-    Py_INCREF(Py_None);
-    return Py_None;
-  });
+  Items items(args[0]);
+  PyObject* bytes = items.ok() ? PyBytes_FromStringAndSize(nullptr, items.size() * Py_ssize_t(sizeof(uint32_t))) : nullptr;
+  for (Py_ssize_t i = 0; bytes != nullptr && i < items.size(); ++i) {
+    const Block* block = as_block(items[i]);
+    if (block == nullptr) {
+      Py_CLEAR(bytes);
+    } else {
+      std::memcpy(PyBytes_AsString(bytes) + i * Py_ssize_t(sizeof(uint32_t)), &block->num_tokens, sizeof(uint32_t));
+    }
+  }
+  PyObject* memory = bytes == nullptr ? nullptr : PyMemoryView_FromObject(bytes);
+  PyObject* numbers = memory == nullptr ? nullptr : PyObject_CallMethod(memory, "cast", "s", "I");
+  Py_XDECREF(bytes);
+  Py_XDECREF(memory);
+  return numbers;
 }
 
 // count_before(queue, limit, hashes) -> int: how many blocks, `limit` at most, are in front of the first whose hash is in the

@@ -126,7 +126,6 @@ PyObject* pop_front(Queue* queue, Py_ssize_t count);
 PyObject* make_blocks(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* bind_take(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count);
-PyObject* look_ahead(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* lacking(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* block_ids(PyObject*, PyObject* const* args, Py_ssize_t count);

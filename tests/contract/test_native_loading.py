@@ -54,4 +54,4 @@ def test_a_native_core_of_other_sources_is_left_aside_with_a_notice() -> None:
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert "was built from other sources" in output
-    assert "look_ahead" in output
+    assert "find_cached" in output

@@ -25,7 +25,6 @@ from vllm.v1.core.block_ops import (
     python_count_before,
     python_find_cached,
     python_lacking,
-    python_look_ahead,
     python_release,
     python_take,
     python_token_counts,
@@ -56,7 +55,6 @@ class Side:
         bind_take: Any,
         touch: Any,
         release: Any,
-        look: Any,
         views: Any,
     ) -> None:
         self.pool, self.other = Pool(), Pool()
@@ -69,7 +67,7 @@ class Side:
         self.tally = tally()
         self.further_keys: dict[int, Any] = {}
         self._take = bind_take(self.queue, self.index, self.tally, self.further_keys)
-        self._touch, self._release, self._look_ahead = touch, release, look
+        self._touch, self._release = touch, release
         self._find_cached, self._count_before, self._lacking, self._block_ids, self._token_counts = views
 
     def pick(self, numbers: Sequence[int]) -> list[Any]:
@@ -133,21 +131,17 @@ class Side:
     def walk(self, numbers: Sequence[int]) -> object:
         return ids(list(self.queue.iter_blocks_after(self.pick(numbers)[0])))
 
-    def look(self, numbers: Sequence[int]) -> object:
-        """The index of another pool, which has one of the keys."""
-        index = self._new_index()
-        index[KEYS[numbers[-1] % len(KEYS)]] = None
-        lacks, last = self._look_ahead(self.queue, numbers[0], index)
-        return lacks, None if last is None else last.block_id
-
     def survey(self, numbers: Sequence[int]) -> object:
         """Which blocks in front are cached, under wanted keys, and what is told of them."""
         unwanted = {KEYS[n] for n in numbers[1:] if n < len(KEYS)}
         suffixes = frozenset((*KEYS[: numbers[-1]], b"long" + KEYS[0])[1:])
-        blocks, keys, last = self._find_cached(self.queue, numbers[0], suffixes, unwanted)
+        other = self._new_index()  # of another pool, which has one of the keys
+        other[KEYS[numbers[-1] % len(KEYS)]] = None
+        blocks, keys, num_lacking, last = self._find_cached(self.queue, numbers[0], suffixes, unwanted, other)
         return (
             self._block_ids(blocks),
             keys,
+            num_lacking,
             None if last is None else last.block_id,
             self._token_counts(tuple(self.blocks)),
             self._count_before(self.queue, numbers[-1], unwanted),
@@ -186,7 +180,6 @@ def both_sides() -> tuple[Side, Side]:
             lambda *bound: partial(python_take, *bound),
             python_touch,
             python_release,
-            python_look_ahead,
             (
                 python_find_cached,
                 python_count_before,
@@ -203,7 +196,6 @@ def both_sides() -> tuple[Side, Side]:
             native.bind_take,
             native.touch,
             native.release,
-            native.look_ahead,
             (
                 native.find_cached,
                 native.count_before,
@@ -234,7 +226,6 @@ words = st.sampled_from(
         "remove_and_insert",
         "pop_and_append",
         "walk",
-        "look",
         "survey",
     )
 )
@@ -308,11 +299,13 @@ def test_wrong_values_are_refused() -> None:
     with pytest.raises(TypeError, match="native index"):
         native.bind_take(queue, {}, native.Tally(), {})
     with pytest.raises(TypeError, match="a set"):
-        native.find_cached(queue, 1, (), [])
+        native.find_cached(queue, 1, (), [], native.Index())
+    with pytest.raises(TypeError, match="native index"):
+        native.find_cached(queue, 1, (), set(), {})
     block.block_hash = b"x"
     queue.append(block)
     with pytest.raises(TypeError, match="bytes"):
-        native.find_cached(queue, 1, ("x",), set())
+        native.find_cached(queue, 1, ("x",), set(), native.Index())
     queue.remove(block)
     with pytest.raises(TypeError, match="a set"):
         native.count_before(queue, 1, [])
@@ -320,8 +313,6 @@ def test_wrong_values_are_refused() -> None:
         native.lacking({}, [])
     with pytest.raises(TypeError, match="bytes"):
         native.lacking(native.Index(), ["x"])
-    with pytest.raises(TypeError, match="native index"):
-        native.look_ahead(queue, 1, {})
     with pytest.raises(TypeError, match="native block"):
         native.block_ids([PythonBlock(1)])
     with pytest.raises(TypeError, match="takes 4 arguments"):

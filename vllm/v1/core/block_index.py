@@ -32,8 +32,7 @@ from vllm.v1.core.block_hasher import (
     generate_block_hash_extra_keys,
     to_event_extra_keys,
 )
-from vllm.v1.core.block_ops import IndexEntries, Tally, forget_block, lacking, look_ahead, make_entries
-from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
+from vllm.v1.core.block_ops import IndexEntries, Tally, forget_block, lacking, make_entries
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
 
@@ -82,11 +81,6 @@ class BlockHashToBlockMap:
     def lacking(self, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """Those of the keys that no block is registered under."""
         return lacking(self.entries, keys)
-
-    def covers(self, queue: FreeKVCacheBlockQueue, depth: int) -> tuple[bool, KVCacheBlock | None]:
-        """Whether what the first `depth` blocks of another pool's queue hold is here too; also the last one looked at."""
-        lacks, last = look_ahead(queue, depth, self.entries)
-        return not lacks, last
 
     def ids_under(self, keys: Iterable[BlockHashWithGroupId]) -> list[int]:
         """Ids of all blocks that are registered under one of the keys, ascending."""

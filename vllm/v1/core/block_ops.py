@@ -6,6 +6,7 @@ metrics or requests.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from functools import partial
 from itertools import islice
@@ -170,29 +171,17 @@ def operations_for(
     return native_core.bind_take(queue, index, tally, further_keys), native_core.touch
 
 
-def python_look_ahead(
-    queue: LinkedQueue, depth: int, index: IndexEntries
-) -> tuple[bool, KVCacheBlock | None]:
-    """Whether the index lacks the hash of one of the first `depth` blocks, and the last block looked at.
-
-    Stops at the first that is lacking.
-    """
-    last: KVCacheBlock | None = None
-    for last in islice(queue.iter_blocks_after(None), max(0, depth)):
-        if last.block_hash is not None and last.block_hash not in index:
-            return True, last
-    return False, last
-
-
-look_ahead = python_look_ahead if native_core is None else native_core.look_ahead
-
-
 def python_find_cached(
-    queue: FreeQueue, depth: int, suffixes: Iterable[bytes], unwanted: Set[BlockHashWithGroupId]
-) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], KVCacheBlock | None]:
+    queue: FreeQueue,
+    depth: int,
+    suffixes: Iterable[bytes],
+    unwanted: Set[BlockHashWithGroupId],
+    index: IndexEntries,
+) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], int, KVCacheBlock | None]:
     """Of the first `depth` blocks those whose hash ends with one of the suffixes and is not in `unwanted`.
 
-    Returns them, their hashes, and the last block looked at.
+    Returns them, their hashes, how many of these the index lacks, and the last block looked at; no blocks and hashes
+    where the index lacks none.
     """
     scanned = list(islice(queue.iter_blocks_after(None), max(0, depth)))
     ends = tuple(suffixes)
@@ -203,7 +192,10 @@ def python_find_cached(
         if key is not None and key.endswith(ends) and key not in unwanted:
             blocks.append(block)
             keys.append(key)
-    return blocks, keys, scanned[-1] if scanned else None
+    num_lacking = sum(key not in index for key in keys)
+    if not num_lacking:
+        blocks, keys = [], []
+    return blocks, keys, num_lacking, scanned[-1] if scanned else None
 
 
 def python_count_before(queue: LinkedQueue, limit: int, keys: Set[BlockHashWithGroupId]) -> int:
@@ -226,9 +218,14 @@ def python_block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def python_token_counts(blocks: Iterable[KVCacheBlock]) -> list[int | None]:
-    """For each block how many tokens its hash covers."""
-    return [block.block_hash_num_tokens for block in blocks]
+NO_TOKENS = 2**32 - 1
+"""Stands for None in `token_counts`."""
+
+
+def python_token_counts(blocks: Iterable[KVCacheBlock]) -> memoryview[int]:
+    """For each block how many tokens its hash covers, as 32-bit numbers: a column without an object per block."""
+    counts = (block.block_hash_num_tokens for block in blocks)
+    return memoryview(array("I", [NO_TOKENS if count is None else count for count in counts]))
 
 
 lacking = python_lacking if native_core is None else native_core.lacking
@@ -238,12 +235,16 @@ count_before = python_count_before if native_core is None else native_core.count
 
 
 def find_cached(
-    queue: FreeQueue, depth: int, suffixes: Iterable[bytes], unwanted: Set[BlockHashWithGroupId]
-) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], KVCacheBlock | None]:
+    queue: FreeQueue,
+    depth: int,
+    suffixes: Iterable[bytes],
+    unwanted: Set[BlockHashWithGroupId],
+    index: IndexEntries,
+) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], int, KVCacheBlock | None]:
     """`python_find_cached`, by the native core where it knows the queue's links."""
     if native_core is None or not isinstance(queue, FreeKVCacheBlockQueue):
-        return python_find_cached(queue, depth, suffixes, unwanted)
-    return native_core.find_cached(queue, depth, suffixes, unwanted)
+        return python_find_cached(queue, depth, suffixes, unwanted, index)
+    return native_core.find_cached(queue, depth, suffixes, unwanted, index)
 
 
 def touch_elsewhere(blocks: Sequence[KVCacheBlock]) -> None:

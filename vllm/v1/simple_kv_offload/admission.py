@@ -21,16 +21,13 @@ class ReuseFilter:
     """
 
     def __init__(self, threshold: int = 0, max_size: int = DEFAULT_MAX_TRACKER_SIZE) -> None:
+        self.is_on = threshold > 1
+        """Whether anything can be declined."""
         self._threshold = threshold
         self._max_size = max_size
         self._counts: OrderedDict[BlockHash, int] = OrderedDict()
         # Per request: hashes offered so far, and how many from the first on are admitted.
         self._progress: dict[str, tuple[int, int]] = {}
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything can be declined."""
-        return self._threshold > 1
 
     def offer(self, request: Request, num_hashes: int) -> None:
         """The request has the content of its first ``num_hashes`` hashes."""

@@ -22,14 +22,13 @@ from vllm.v1.simple_kv_offload.metadata import DiskOrder
 from vllm.v1.simple_kv_offload.records import DiskCounts, Ledger
 from vllm.v1.simple_kv_offload.speed import SpeedCheck
 from vllm.v1.simple_kv_offload.store_policy import (
-    Candidate,
     Selection,
     Stores,
     find_endangered,
     select_endangered,
 )
 from vllm.v1.simple_kv_offload.tier import Tier
-from vllm.v1.simple_kv_offload.transfer import StagedKey, StoreTable, Transfer, TransferState
+from vllm.v1.simple_kv_offload.transfer import Candidate, StagedKey, StoreTable, Transfer, TransferState
 
 logger = init_logger(__name__)
 
@@ -319,8 +318,7 @@ class DiskChain:
         if limit > 0:
             copied = [(block, key) for block, key in endangered.blocks if self._stores.is_copied(key)]
             chosen = select_endangered(self._stores, endangered, limit)
-            # A lease gives its blocks back last first; the oldest must end up frontmost again.
-            self._plan_down(chosen.candidates[::-1], copied, to_front=True)
+            self._plan_down(chosen.candidates, copied, to_front=True)
             self._plan_fresh(limit - len(chosen.candidates))
 
     def _plan_fresh(self, limit: int) -> None:

@@ -333,16 +333,16 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         At most half of the free blocks at a time, so that the scheduler is not left without any.
         """
         side = self.store_side
-        # What comes back to the front is part of the depth already.
         endangered = find_endangered(side.stores, max(0, self.target_free - side.num_returning_blocks))
         self.lazy_cursor_id = None if endangered.last is None else endangered.last.block_id
-        limit = max(1, side.stores.device.get_num_free_blocks() // 2)
         side.count_unwanted(endangered)
-        others = side.copied_by_others() if endangered.keys else []
-        chosen = select_endangered(side.stores, endangered, limit, side.max_new_blocks, others)
+        if not endangered.keys:
+            return  # most steps
+        half = max(1, side.stores.device.get_num_free_blocks() // 2)
+        others = side.copied_by_others()
+        chosen = select_endangered(side.stores, endangered, half, side.max_new_blocks, others)
         side.declines.cut_plans += chosen.was_cut and chosen.is_bounded
-        # A lease gives its blocks back last first; the oldest must end up frontmost again.
-        side.plan(chosen.candidates[::-1], None, to_front=True)
+        side.plan(chosen.candidates, None, to_front=True)
 
     @in_turn
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from vllm.v1.core.block_hash import (
     BlockHashListWithBlockSize,
@@ -22,46 +22,14 @@ from vllm.v1.core.block_hash import (
 from vllm.v1.core.block_index import StoredBlockInfo, describe_tokens
 from vllm.v1.core.block_ops import find_cached, token_counts
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
 from vllm.v1.simple_kv_offload.eviction import Victims
 from vllm.v1.simple_kv_offload.tier import Tier
-from vllm.v1.simple_kv_offload.transfer import Contents, StagedKey
+from vllm.v1.simple_kv_offload.transfer import Candidate, Candidates, Contents, StagedKey
 
 BlockTable = Sequence[Sequence[int]]
-
-
-class Candidate(NamedTuple):
-    """A device block and the keys its copy gets."""
-
-    block: KVCacheBlock
-    keys: tuple[StagedKey, ...]
-
-
-class Candidates(Sequence[Candidate]):
-    """Device blocks and the keys that their copies get, in columns."""
-
-    __slots__ = ("blocks", "contents")
-
-    def __init__(self, blocks: list[KVCacheBlock] | None = None, contents: Contents | None = None) -> None:
-        self.blocks = [] if blocks is None else blocks
-        self.contents = Contents() if contents is None else contents
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Candidates: ...
-
-    def __getitem__(self, index: int | slice) -> Candidate | Candidates:
-        if isinstance(index, slice):
-            return Candidates(self.blocks[index], self.contents[index])
-        return Candidate(self.blocks[index], self.contents[index])
 
 
 @dataclass
@@ -186,18 +154,22 @@ class Selection:
         self,
         blocks: list[KVCacheBlock],
         keys: list[BlockHashWithGroupId],
+        key_set: Set[BlockHashWithGroupId],
         spared: Set[BlockHashWithGroupId],
     ) -> None:
         """Choose all at once: these blocks, which have one key each, no two the same, in order as far as there is room.
 
-        Room also ends at a slot that holds a key of ``spared``. Nothing is added after that.
+        Room also ends at a slot that holds a key of ``spared``. Nothing is added after that. The candidates then are in
+        backward order.
         """
         keys_with_room = keys if len(keys) <= self.room else keys[: self.room]
         count = self._tier.queue.num_takeable(keys_with_room, spared)
         if count < len(keys):
             self.was_cut = True
             blocks, keys = blocks[:count], keys[:count]
-        self.candidates = Candidates(blocks, Contents(list(keys), token_counts(blocks)))
+        blocks = blocks[::-1]
+        contents = Contents(list(reversed(keys)), token_counts(blocks))
+        self.candidates = Candidates(blocks, contents, key_set if count == len(key_set) else None)
         self.room = 0
 
 
@@ -426,15 +398,15 @@ def select_idle(
             stores.choose(chosen, block, request)
 
 
-@dataclass(frozen=True, slots=True)
-class Endangered:
+class Endangered(NamedTuple):
     """The cached blocks among the next ones to be handed out, oldest first, or none where all have a copy.
 
-    ``last`` is the last block looked at.
+    ``last`` is the last block looked at, ``num_lacking`` how many of the keys the tier itself lacks.
     """
 
     found: list[KVCacheBlock]
     keys: list[BlockHashWithGroupId]
+    num_lacking: int
     last: KVCacheBlock | None
 
     @property
@@ -445,13 +417,8 @@ class Endangered:
 
 def find_endangered(stores: Stores, depth: int) -> Endangered:
     """Look at the next ``depth`` blocks of the device's free list."""
-    queue = stores.device.free_block_queue
-    if isinstance(queue, FreeKVCacheBlockQueue):
-        # Every step asks, and mostly all is copied.
-        all_copied, last = stores.tier.pool.cached_block_hash_to_block.covers(queue, depth)
-        if all_copied:
-            return Endangered([], [], last)
-    return Endangered(*find_cached(queue, depth, stores.tier.key_suffixes, stores.unsettled))
+    queue, index = stores.device.free_block_queue, stores.tier.pool.cached_block_hash_to_block.entries
+    return Endangered(*find_cached(queue, depth, stores.tier.key_suffixes, stores.unsettled, index))
 
 
 def select_endangered(
@@ -463,11 +430,12 @@ def select_endangered(
 ) -> Selection:
     """The lazy policy: endangered blocks without a copy that are worth one, oldest first, at most ``limit``.
 
-    A copy never takes the slot of another endangered block, ``out_of_sight`` or not: two of them would
-    evict each other for ever. Their slots therefore become the youngest of the tier.
+    The candidates are in backward order, the last one chosen first: a lease gives its blocks back last first, and the
+    oldest must end up frontmost again. A copy never takes the slot of another endangered block, ``out_of_sight`` or
+    not: two of them would evict each other for ever. Their slots therefore become the youngest of the tier.
     """
-    # Every step asks; mostly nothing is lacking.
-    lacking = set(stores.tier.lacking(endangered.keys))
+    lacks_all = endangered.num_lacking == len(endangered.keys) and stores.tier.shared is None
+    lacking = set(endangered.keys if lacks_all else stores.tier.lacking(endangered.keys))
     if stores.in_flight:
         lacking.difference_update(stores.in_flight)
     blocks, keys, all_keys = endangered.found, endangered.keys, lacking
@@ -487,7 +455,7 @@ def select_endangered(
         slots = [stores.tier.get(key) for key in (*endangered.keys, *out_of_sight) if key not in lacking]
         stores.tier.refresh([slot for slot in slots if slot is not None])
     if is_distinct and not stores.has_further_keys:
-        chosen.choose_all(blocks, keys, all_keys)
+        chosen.choose_all(blocks, keys, lacking, all_keys)
         return chosen
     for block, key in zip(blocks, keys, strict=True):
         if key in chosen.keys:
@@ -495,4 +463,5 @@ def select_endangered(
         if not chosen.has_room:
             break
         stores.choose(chosen, block, None)
+    chosen.candidates = chosen.candidates[::-1]
     return chosen

@@ -20,7 +20,6 @@ from vllm.v1.simple_kv_offload.patrol import HolePatrol
 from vllm.v1.simple_kv_offload.records import Ledger, StoreDeclines
 from vllm.v1.simple_kv_offload.store_policy import (
     BlockTable,
-    Candidates,
     Endangered,
     Selection,
     StoreRequestState,
@@ -35,7 +34,7 @@ from vllm.v1.simple_kv_offload.store_policy import (
     unsettled_ranges,
 )
 from vllm.v1.simple_kv_offload.tier import Tier
-from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer, TransferState
+from vllm.v1.simple_kv_offload.transfer import Candidates, StoreTable, Transfer, TransferState
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +134,8 @@ class StoreSide:
                 self._preempted.append(request)
             if req_id in self.states:
                 self.states[req_id].replace_table(())
+        if not (self._settings.is_eager or self.states):
+            return  # lazy stores do not follow requests
         for req_id, block_ids, is_full_table in yield_req_data(output):
             if block_ids is None and not is_full_table and req_id in self.states:
                 continue  # most requests in most steps
@@ -275,7 +276,7 @@ class StoreSide:
         staged = self._tier.stage_for(keys, backwards=to_front)
         slots = Lease.adopt(self._tier.pool, staged, owner)
         self.planned.append(Transfer(owner, device, slots, keys, request_id=request_id))
-        self.in_flight.update(keys.all_keys())
+        self.in_flight.update(candidates.all_keys())
         self.ledger.scheduled += len(candidates)
 
     def submit(self) -> tuple[int, list[Transfer]] | None:
@@ -427,11 +428,17 @@ class StoreSide:
 
     @property
     def num_returning_blocks(self) -> int:
-        """Device blocks that come back to the front of the free list when a copy ends, whoever copies them."""
-        return sum(len(hold.blocks) for hold in self.stores.device.leases.values() if hold.to_front)
+        """Device blocks that come back to the front of the free list when a copy ends, whoever copies them.
+
+        They are part of what is about to be handed out.
+        """
+        leases = self.stores.device.leases
+        return sum(len(hold.blocks) for hold in leases.values() if hold.to_front) if leases else 0
 
     def copied_by_others(self) -> list[BlockHashWithGroupId]:
         """What other connectors copy of that: about to be handed out like the rest, but out of sight meanwhile."""
+        if not self.stores.device.leases:
+            return []
         own = {id(transfer.device_lease) for transfer in (*self.planned, *self.table.transfers)}
         return [
             block.block_hash

@@ -109,6 +109,10 @@ class Tier:
             medium=geometry.medium,
             make_free_queue=eviction_queue(geometry.eviction_policy),
         )
+        queue = self.pool.free_block_queue
+        assert isinstance(queue, EvictionQueue)
+        self.queue: EvictionQueue = queue
+        """The free slots in the order of the eviction policy."""
         self.turn: AbstractContextManager[object] = self.shared or nullcontext()
         """What is found, held, staged or given up must be so within a turn, in which no other engine acts."""
         self.geometry = geometry
@@ -187,13 +191,6 @@ class Tier:
     def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """A findable slot with this key."""
         return self.pool.cached_block_hash_to_block.get_one_block(key)
-
-    @property
-    def queue(self) -> EvictionQueue:
-        """The free slots in the order of the eviction policy."""
-        queue = self.pool.free_block_queue
-        assert isinstance(queue, EvictionQueue)
-        return queue
 
     def victims(self) -> Victims:
         """A look ahead at the slots that `stage` would take."""

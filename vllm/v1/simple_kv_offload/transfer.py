@@ -5,19 +5,22 @@ Owns when blocks of a copy are let go. It must not know why a copy was chosen. L
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from enum import Enum
-from typing import NamedTuple, cast, overload
+from typing import NamedTuple, overload
 
-from vllm.utils.checks import check
+from vllm.utils.checks import InvariantError, check
 from vllm.v1.core.block_hash import BlockHashWithGroupId, get_group_id
 from vllm.v1.core.block_index import StoredBlockInfo
 from vllm.v1.core.block_lease import Lease
+from vllm.v1.core.block_ops import NO_TOKENS
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
 
 class TransferState(Enum):
     """See `Transfer`."""
+
+    __hash__ = object.__hash__  # several look-ups per transfer: the one of enumerations runs in Python
 
     PLANNED = "planned"
     SUBMITTED = "submitted"
@@ -57,11 +60,11 @@ class Contents(Sequence[tuple[StagedKey, ...]]):
     def __init__(
         self,
         primary: list[BlockHashWithGroupId | None] | None = None,
-        tokens: list[int | None] | None = None,
+        tokens: list[int | None] | memoryview[int] | None = None,
     ) -> None:
-        """Blocks with one key each and the tokens it covers. The lists are kept."""
+        """Blocks with one key each and the tokens it covers, None or `NO_TOKENS` if unknown. The columns are kept."""
         self._primary = [] if primary is None else primary
-        self._tokens = [] if tokens is None else tokens
+        self._tokens: list[int | None] | memoryview[int] = [] if tokens is None else tokens
         # Position → the keys, where that is not one without a description. No other primary key is None.
         self._described: dict[int, tuple[StagedKey, ...]] = {}
 
@@ -79,11 +82,15 @@ class Contents(Sequence[tuple[StagedKey, ...]]):
         """One more block."""
         if len(row) != 1 or row[0].info is not None:
             self._described[len(self._primary)] = row
-        self._primary.append(row[0].key if row else None)
-        self._tokens.append(row[0].num_tokens if row else None)
+        self._append(row[0].key if row else None, row[0].num_tokens if row else None)
 
     def append_plain(self, key: BlockHashWithGroupId, num_tokens: int | None) -> None:
         """One more block, with this key alone."""
+        self._append(key, num_tokens)
+
+    def _append(self, key: BlockHashWithGroupId | None, num_tokens: int | None) -> None:
+        if isinstance(self._tokens, memoryview):
+            self._tokens = list(self._tokens)
         self._primary.append(key)
         self._tokens.append(num_tokens)
 
@@ -99,7 +106,7 @@ class Contents(Sequence[tuple[StagedKey, ...]]):
     def all_keys(self) -> Iterable[BlockHashWithGroupId]:
         """All keys of all blocks."""
         if not self._described:
-            return cast(list[BlockHashWithGroupId], self._primary)
+            return self._primary  # type: ignore[return-value]  # without descriptions none is None
         return [staged.key for row in self for staged in row]
 
     def __len__(self) -> int:
@@ -125,7 +132,50 @@ class Contents(Sequence[tuple[StagedKey, ...]]):
         key = self._primary[position]
         if key is None or position in self._described:
             return self._described[position]
-        return (StagedKey(key, self._tokens[position], None),)
+        num_tokens = self._tokens[position]
+        return (StagedKey(key, None if num_tokens == NO_TOKENS else num_tokens, None),)
+
+
+class Candidate(NamedTuple):
+    """A device block and the keys its copy gets."""
+
+    block: KVCacheBlock
+    keys: tuple[StagedKey, ...]
+
+
+class Candidates(Sequence[Candidate]):
+    """Device blocks and the keys that their copies get, in columns."""
+
+    __slots__ = ("_known_keys", "blocks", "contents")
+
+    def __init__(
+        self,
+        blocks: list[KVCacheBlock] | None = None,
+        contents: Contents | None = None,
+        known_keys: Set[BlockHashWithGroupId] | None = None,
+    ) -> None:
+        """``known_keys``: all keys, for candidates that are complete."""
+        self.blocks = [] if blocks is None else blocks
+        self.contents = Contents() if contents is None else contents
+        self._known_keys = known_keys
+
+    def all_keys(self) -> Iterable[BlockHashWithGroupId]:
+        """All keys of all candidates."""
+        return self.contents.all_keys() if self._known_keys is None else self._known_keys
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Candidates: ...
+
+    def __getitem__(self, index: int | slice) -> Candidate | Candidates:
+        if isinstance(index, slice):
+            return Candidates(self.blocks[index], self.contents[index])
+        return Candidate(self.blocks[index], self.contents[index])
 
 
 class Transfer:
@@ -152,14 +202,11 @@ class Transfer:
         *,
         request_id: str | None = None,
     ) -> None:
-        check(
-            len(device.blocks) == len(tier.blocks),
-            f"transfer of {owner}: {len(device.blocks)} device blocks, {len(tier.blocks)} tier blocks",
-        )
-        check(
-            not keys or len(keys) == len(tier.blocks),
-            f"transfer of {owner}: {len(keys)} key sets for {len(tier.blocks)} blocks",
-        )
+        count, targets = len(device.blocks), len(tier.blocks)
+        if count != targets or len(keys) not in (0, count):
+            raise InvariantError(
+                f"transfer of {owner}: {count} device blocks, {targets} tier blocks, {len(keys)} key sets"
+            )
         self.owner = owner
         self.request_id = request_id
         self.keys = keys
@@ -238,10 +285,8 @@ class Transfer:
         self._end(TransferState.DISCARDED)
 
     def _move(self, state: TransferState) -> None:
-        check(
-            state in _LEGAL_MOVES[self._state],
-            f"transfer of {self.owner} cannot go from {self._state} to {state}",
-        )
+        if state not in _LEGAL_MOVES[self._state]:
+            raise InvariantError(f"transfer of {self.owner} cannot go from {self._state} to {state}")
         self._state = state
 
     def _end(self, state: TransferState) -> TransferState:

@@ -26,14 +26,13 @@ from vllm.v1.simple_kv_offload.records import (
 from vllm.v1.simple_kv_offload.reporting import StatsReporter
 from vllm.v1.simple_kv_offload.store_policy import (
     BlockTable,
-    Candidate,
     StoreRequestState,
     select_new,
     stable_groups,
 )
 from vllm.v1.simple_kv_offload.store_side import StoreSide
 from vllm.v1.simple_kv_offload.tier import Tier
-from vllm.v1.simple_kv_offload.transfer import StagedKey, Transfer, TransferState
+from vllm.v1.simple_kv_offload.transfer import Candidate, StagedKey, Transfer, TransferState
 
 MetaByKey = dict[BlockHashWithGroupId, BlockStoreMeta]
 
