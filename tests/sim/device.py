@@ -42,7 +42,7 @@ class Page:
         self.bad = False
         """The medium has lost these bytes, and copies that bring them upwards notice it."""
         self.tainted = False
-        """An error made them suspect, which nobody can see of them."""
+        """An error made them suspect, or a reset withdrew them, which nobody can see of them."""
 
     def poison(self) -> None:
         """Make every row useless."""

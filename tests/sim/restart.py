@@ -54,7 +54,7 @@ def kill(run: Killable, rng: random.Random) -> None:
         run.marks.hit("killed while copies ran")
     if found:
         run.marks.hit("kept blocks found again")
-        if run.params.disk:
+        if run.world.params.disk:
             run.marks.hit("a disk in place of the host kept")
     for truth in run.live():
         truth.ended_by = "abort"
@@ -79,9 +79,9 @@ def check_kept(run: RunViews) -> None:
 
 
 def kill_weight(run: Killable) -> int:
-    """More while the ranks have yet to hear what changed on the disk."""
+    """More while the ranks have yet to hear what changed on the disk, most if they should have heard of it by now."""
     if run.kept is not None and run.kept.owes_withdrawal:
-        return 25
+        return 300
     orders = _next_orders(run)
     return 2 if orders is None or not orders.kept.slots else 15
 
@@ -110,7 +110,7 @@ def _surviving(worker: SimWorker) -> dict[int, KeptKeys]:
 def _is_right(run: Killable, slot: int, keys: KeptKeys) -> bool:
     """Whether the slot has the bytes of these keys on all ranks, or bytes that a read finds out."""
     worker = run.worker
-    memories = worker.hosts if run.params.disk else worker.disks
+    memories = worker.hosts if run.world.params.disk else worker.disks
     pages = zip([memory.page(slot) for memory in memories], worker.rank_groups, strict=True)
     for (page, groups), (key, _) in product(pages, keys):
         group = groups[get_group_id(key)]
@@ -120,6 +120,17 @@ def _is_right(run: Killable, slot: int, keys: KeptKeys) -> bool:
         if page.tainted or not (right or page.bad):
             return False
     return True
+
+
+def taint_kept(run: RunViews) -> None:
+    """What is findable on the kept disk now is about to be reset: no later engine may find it."""
+    if run.kept is None:
+        return
+    memories = run.worker.hosts if run.world.params.disk else run.worker.disks
+    for block in run.kept_pool.blocks:
+        if block.block_hash is not None:
+            for memory in memories:
+                memory.page(block.block_id).tainted = True
 
 
 def carry_out_withdrawal(run: Killable, rng: random.Random) -> None:

@@ -21,7 +21,7 @@ from tests.sim.params import SimParams
 from tests.sim.policies import PolicyMarks
 from tests.sim.promises import watch_promises
 from tests.sim.registry import HashRegistry
-from tests.sim.restart import Killable, carry_out_withdrawal, kill, kill_weight
+from tests.sim.restart import Killable, carry_out_withdrawal, kill, kill_weight, taint_kept
 from tests.sim.rng import Streams
 from tests.sim.shared_run import SharedRun
 from tests.sim.step_marks import StepMarks
@@ -423,6 +423,8 @@ class Run(Killable, SharedRun, StepMarks):
         if (running and connector) or (running and self.offload is None):
             # From here on the old bytes are wrong: reset is what callers use after a change of weights.
             self.worker.version += 1
+        if connector:
+            taint_kept(self)
         if not self.scheduler.reset_prefix_cache(running, connector):
             self.marks.hit("reset refused")
         carry_out_withdrawal(self, rng)
