@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -122,3 +123,60 @@ def test_the_order_of_sums_is_fixed_where_that_is_quick_and_the_user_has_not_cho
         monkeypatch.setenv("MKL_CBWR", users)
     CpuPlatform.fix_order_of_sums()
     assert os.environ.get("MKL_CBWR") == expected
+
+
+FREED_MEMORY_SCRIPT = """
+import ctypes, resource, threading
+from vllm.platforms.cpu import CpuPlatform
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+SIZE = 48 << 20
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+def steps(count):
+    for _ in range(count):
+        big = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(SIZE)))
+        ctypes.memset(big, 1, SIZE)
+        libc.free(big)
+
+def count_faults():
+    steps(2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    steps(3)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+keeps = CpuPlatform.keep_freed_memory()
+faults = []
+count_faults()
+thread = threading.Thread(target=count_faults)
+thread.start()
+thread.join()
+kept = resident()
+CpuPlatform.release_freed_memory()
+print(keeps, max(faults) < 1000, min(faults) > 10000, kept - resident() > 40 << 20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [({}, "True True False True"), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, "False False True False")],
+)
+def test_what_a_step_frees_is_kept_for_the_next_until_it_is_released(
+    chosen: dict[str, str], expected: str
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment.pop("GLIBC_TUNABLES", None)
+    done = subprocess.run(
+        [sys.executable, "-c", FREED_MEMORY_SCRIPT],
+        env=environment | chosen,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == (
+        expected if platform.libc_ver()[0] == "glibc" else "False False True False"
+    )

@@ -52,8 +52,9 @@ class CPUWorker(ModelWorker):
         self.model_runner = CPUModelRunner(vllm_config, self.device)
 
     def init_device(self) -> None:
-        """Seed the generators and, for fp32, make results independent of the batch; the device needs nothing."""
+        """Seed the generators and, for fp32, make results independent of the batch; keep what steps allocate."""
         assert self.vllm_config.model_config is not None
+        CpuPlatform.keep_freed_memory()
         if self.vllm_config.model_config.dtype == torch.float32:
             CpuPlatform.fix_order_of_sums()
         set_random_seed(self.vllm_config.model_config.seed)
@@ -76,6 +77,7 @@ class CPUWorker(ModelWorker):
         """Give the memory of the KV cache back. Weights stay: host memory is where they would be parked."""
         self.check_sleep(level)
         self.model_runner.drop_kv_cache()
+        CpuPlatform.release_freed_memory()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Use the KV cache again; its pages fill up as they are written."""
