@@ -8,15 +8,32 @@ from hypothesis import strategies as st
 from tests.helpers.kv_plans import full, mamba, plan_config, ring, window
 from vllm.v1.core.kv_cache_placement import bytes_per_block, group_waste, layer_spec
 from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder, get_kv_cache_groups
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    HiSparseHotSpec,
+    HiSparseResidentSpec,
+    KVCacheConfig,
+    KVCacheLayout,
+    KVCacheSpec,
+)
 
 BLOCKS = 3
+
+
+def hot(page_size: int) -> KVCacheSpec:
+    return HiSparseHotSpec(block_size=4, page_size=page_size, blocks_per_request=2)
+
+
+def resident(page_size: int) -> KVCacheSpec:
+    return HiSparseResidentSpec(block_size=4, page_size=page_size)
+
 
 layers = st.one_of(
     st.builds(full, st.sampled_from([4, 8]), st.integers(1, 3), st.sampled_from([2, 6])),
     st.builds(window, st.sampled_from([4, 8]), st.sampled_from([8, 16]), st.integers(1, 3)),
     st.builds(mamba, st.sampled_from([4, 8]), st.integers(1, 80)),
     st.builds(ring, st.sampled_from([2, 4]), st.integers(1, 2), st.sampled_from([2, 6])),
+    st.builds(hot, st.sampled_from([24, 96])),
+    st.builds(resident, st.sampled_from([24, 96])),
 )
 
 

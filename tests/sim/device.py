@@ -14,6 +14,8 @@ from tests.sim.failure import require
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
+    HiSparseHotSpec,
+    HiSparseResidentSpec,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -272,6 +274,44 @@ class RingGroup(Group):
             memory.page(block).write(self.group_id, self.block_size, position % self.block_size, stamp)
 
 
+class ResidentGroup(RowGroup):
+    """Rows of the tokens in flight, which lie elsewhere once they are computed; what was cached is not written again."""
+
+    def first_visible(self, rows: Rows) -> int:
+        return max(rows.start, rows.replay_end)
+
+    def write(self, memory: Memory, rows: Rows) -> None:
+        for position in range(self.first_visible(rows), rows.end):
+            block = rows.block(self.group_id, position // self.block_size)
+            require(block != 0, "I6", f"{rows.request_id} has no block for its token {position}")
+        super().write(memory, rows)
+
+
+class HotGroup(Group):
+    """A fixed share of blocks that the request fills in every step."""
+
+    def write(self, memory: Memory, rows: Rows) -> None:
+        spec, table = self.spec, rows.tables[self.group_id]
+        assert isinstance(spec, HiSparseHotSpec)
+        require(
+            len(table) == spec.blocks_per_request and 0 not in table,
+            "I6",
+            f"{rows.request_id} has scratch {table}, expected {spec.blocks_per_request} blocks",
+        )
+        for index, block in enumerate(table):
+            stamp = rows.stamp(self.group_id, rows.end, self.shard) + index
+            memory.page(block).write(self.group_id, 1, 0, stamp)
+
+    def read(self, memory: Memory, rows: Rows) -> None:
+        for index, block in enumerate(rows.tables[self.group_id]):
+            got = memory.page(block).read(self.group_id, 0)
+            require(
+                got == rows.stamp(self.group_id, rows.end, self.shard) + index,
+                "I6",
+                f"{rows.request_id} shares block {block} of its scratch",
+            )
+
+
 def make_groups(
     specs: Sequence[KVCacheSpec],
     ring_ratio: int,
@@ -285,6 +325,10 @@ def make_groups(
             groups.append(StateGroup(group_id, spec, context))
         elif isinstance(spec, CircularBufferSpec):
             groups.append(RingGroup(group_id, spec, context, ring_ratio))
+        elif isinstance(spec, HiSparseResidentSpec):
+            groups.append(ResidentGroup(group_id, spec, context))
+        elif isinstance(spec, HiSparseHotSpec):
+            groups.append(HotGroup(group_id, spec, context))
         elif isinstance(spec, SlidingWindowSpec):
             groups.append(WindowGroup(group_id, spec, context))
         elif isinstance(spec, ChunkedLocalAttentionSpec):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from tests.sim.checkers import check_after, check_all
 from tests.sim.checkers_end import check_rest
 from tests.sim.failure import SimFailure, require
-from tests.sim.params import draw_params
 from tests.sim.run import Run
+from tests.sim.worlds import draw_params
 from vllm.v1.core.sched.interface import PauseState
 
 Action = tuple[str, int]

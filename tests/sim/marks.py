@@ -51,6 +51,7 @@ MARKS = frozenset(
         "window slid",
         "state kept",
         "ring used",
+        "scratch used",
         "bounded replay",
         "copy on write",
         "resumed with a hit",

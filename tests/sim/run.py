@@ -11,7 +11,7 @@ from collections import deque
 
 from tests.sim.copy_worker import Step
 from tests.sim.corruption import pages_below, spoil
-from tests.sim.device import RingGroup, StateGroup
+from tests.sim.device import HotGroup, RingGroup, StateGroup
 from tests.sim.events import Consumer
 from tests.sim.failure import SimFailure, require
 from tests.sim.grammar import BAD, check_masks
@@ -227,8 +227,8 @@ class Run(Killable, SharedRun, StepMarks):
             blocks: set[int] = set()
             for group, table in zip(self.worker.groups, tables, strict=True):
                 first, last = start // group.block_size, (end - 1) // group.block_size
-                if isinstance(group, RingGroup):
-                    first = last = 0
+                if isinstance(group, RingGroup | HotGroup):
+                    first, last = 0, len(table) - 1
                 elif isinstance(group, StateGroup):
                     first = last
                 blocks |= {block for block in table[first : last + 1] if block}

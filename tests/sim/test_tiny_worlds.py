@@ -10,8 +10,9 @@ import pytest
 from tests.sim.checkers import check_all
 from tests.sim.checkers_end import check_rest
 from tests.sim.driver import Action, drain
-from tests.sim.params import Byte, SimParams, draw_params
+from tests.sim.params import Byte, SimParams
 from tests.sim.run import Run
+from tests.sim.worlds import draw_params
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 LENGTH = 6

@@ -18,7 +18,7 @@ from tests.sim.marks import Marks
 from tests.sim.params import SimParams
 from tests.sim.rank_memory import groups_of_ranks
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 
@@ -213,8 +213,10 @@ class SimWorker(CopyWorker):
                     self.marks.hit("window slid")
                 if isinstance(spec, MambaSpec) and rows.start > 0:
                     self.marks.hit("state kept")
-                if not spec.prefix_cacheable and not spec.prefix_replay_tokens:
+                if isinstance(spec, CircularBufferSpec):
                     self.marks.hit("ring used")
+                if not spec.transferable:
+                    self.marks.hit("scratch used")
 
     def runner_outputs(self, step: Step) -> list[ModelRunnerOutput]:
         """The outputs of all ranks for one step that ran."""

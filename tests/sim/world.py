@@ -209,7 +209,10 @@ def build_world(params: SimParams) -> World:
     """Build everything for one seed."""
     init_none_hash(HASH_FN)
     config = _vllm_config(params)
-    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(params.specs)]
+    groups = [
+        KVCacheGroupSpec([f"layer{i}"], spec, enable_kv_transfer=spec.transferable)
+        for i, spec in enumerate(params.specs)
+    ]
     kv_cache_config = DefaultKVCacheConfigBuilder().get_kv_cache_config_from_groups(
         config, groups, params.device_blocks
     )

@@ -160,6 +160,11 @@ class KVCacheSpec:
         return True
 
     @property
+    def transferable(self) -> bool:
+        """Connectors may see groups of this kind."""
+        return True
+
+    @property
     def keeps_aligned_states(self) -> bool:
         """The cache is a recurrent state that is kept at multiples of the block size."""
         return False

@@ -109,14 +109,17 @@ class MambaSpec(KVCacheSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HiSparseHotSpec(KVCacheSpec):
-    """Scratch of `blocks_per_request` device blocks that hold the rows selected last."""
+class ScratchSpec(KVCacheSpec):
+    """Blocks of `page_size` raw bytes that mean nothing to another request, nor to another engine."""
 
     page_size: int
-    blocks_per_request: int
 
     @property
     def prefix_cacheable(self) -> bool:
+        return False
+
+    @property
+    def transferable(self) -> bool:
         return False
 
     @property
@@ -136,12 +139,22 @@ class HiSparseHotSpec(KVCacheSpec):
         return self.page_size
 
     @property
-    def block_table_token_alignment(self) -> int | None:
-        return None
-
-    @property
     def has_layer_views(self) -> bool:
         return False
+
+    def with_page_size(self, page_size_bytes: int) -> KVCacheSpec | None:
+        return replace(self, page_size=page_size_bytes) if page_size_bytes >= self.page_size else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiSparseHotSpec(ScratchSpec):
+    """Scratch of `blocks_per_request` device blocks that hold the rows selected last."""
+
+    blocks_per_request: int
+
+    @property
+    def block_table_token_alignment(self) -> int | None:
+        return None
 
     @property
     def uses_slot_mapping(self) -> bool:
@@ -155,38 +168,20 @@ class HiSparseHotSpec(KVCacheSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HiSparseResidentSpec(KVCacheSpec):
+class HiSparseResidentSpec(ScratchSpec):
     """Device blocks that hold the tokens in flight before they move to the host."""
-
-    page_size: int
-
-    @property
-    def prefix_cacheable(self) -> bool:
-        return False
-
-    @property
-    def num_heads(self) -> int:
-        return 1
-
-    @property
-    def tokens_per_state(self) -> int | Fraction:
-        return 1
-
-    @property
-    def state_content_size_bytes(self) -> int:
-        return self.page_size // self.num_states
-
-    @property
-    def page_size_bytes(self) -> int:
-        return self.page_size
-
-    @property
-    def has_layer_views(self) -> bool:
-        return False
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Blocks for the tokens in flight of one request."""
         return cdiv(min(max_in_flight_tokens, max_model_len), self.block_size)
+
+    def max_blocks_held(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """The most blocks a request holds at once: one more where its tokens in flight do not begin with a block."""
+        blocks = self.max_admission_blocks_per_request(max_in_flight_tokens, max_model_len) + 1
+        return min(blocks, cdiv(max_model_len, self.block_size))
+
+    def max_blocks_per_request(self, vllm_config: SizingContext) -> int:
+        return self.max_blocks_held(vllm_config.max_in_flight_tokens, max_model_len_of(vllm_config))
 
     def max_memory_usage_bytes(self, vllm_config: SizingContext) -> int:
         blocks = self.max_admission_blocks_per_request(

@@ -81,6 +81,10 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return self._prefix_cacheable
 
     @property
+    def transferable(self) -> bool:
+        return all(spec.transferable for spec in self.kv_cache_specs.values())
+
+    @property
     def keeps_aligned_states(self) -> bool:
         return self.first_spec.keeps_aligned_states
 

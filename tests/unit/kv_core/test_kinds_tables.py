@@ -274,6 +274,21 @@ def test_hot_scratch_is_a_fixed_share_and_resident_blocks_cover_tokens_in_flight
     assert kv.reset_prefix_cache()
 
 
+def test_resident_blocks_are_capped_at_what_tokens_in_flight_touch() -> None:
+    groups = [
+        KVCacheGroupSpec(["f"], full(2)),
+        KVCacheGroupSpec(["r"], HiSparseResidentSpec(block_size=4, page_size=8), enable_kv_transfer=False),
+    ]
+    kv = KVCacheManager(KVCacheConfig(6 + 3 + 1, [], groups), 12, 2, 2, max_in_flight_tokens=8)
+    resident = kv.coordinator.single_type_managers[1]
+    assert resident.max_admission_blocks_per_request == 3
+    req = request("r", range(12), hash_block=2)
+    admit(kv, req, 3)
+    step(kv, req, 3)
+    assert kv.allocate_slots(req, 8) is not None, "tokens 3 to 10 lie in three blocks"
+    assert [len(t) for t in tables(kv, "r")] == [6, 3]
+
+
 def test_a_full_host_pool_refuses_the_request() -> None:
     groups = [KVCacheGroupSpec(["source"], full(4), host_resident=True), KVCacheGroupSpec(["x"], full(4))]
     kv = KVCacheManager(KVCacheConfig(20, [], groups, hisparse_host_num_blocks=3), 100, 4, 4)

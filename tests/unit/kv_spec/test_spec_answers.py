@@ -41,6 +41,7 @@ def uniform(*specs: object) -> UniformTypeKVCacheSpecs:
 def test_scratch_is_bytes_without_tensors_and_never_found() -> None:
     for spec in (hot(), resident()):
         assert not spec.prefix_cacheable
+        assert not spec.transferable
         assert not spec.has_layer_views
         assert spec.page_size_bytes == spec.num_states * spec.state_content_size_bytes == 1024
         assert (spec.num_heads, spec.tokens_per_state) == (1, 1)

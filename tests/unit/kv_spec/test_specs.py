@@ -165,6 +165,8 @@ def test_hisparse_scratch() -> None:
     resident = HiSparseResidentSpec(block_size=16, page_size=256)
     assert resident.max_admission_blocks_per_request(100, 50) == 4
     assert resident.max_memory_usage_bytes(plan_config(max_in_flight_tokens=32)) == 512
+    assert resident.max_blocks_per_request(plan_config(max_in_flight_tokens=32)) == 3, "tokens 8 to 39, say"
+    assert resident.max_blocks_per_request(plan_config(max_in_flight_tokens=2048, max_model_len=1024)) == 64
 
 
 def test_bounded_replay_windows_are_recomputed_instead_of_found() -> None:

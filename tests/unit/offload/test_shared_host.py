@@ -9,8 +9,8 @@ import pytest
 
 from tests.helpers.offload_parts import rig_config
 from tests.helpers.shared_engines import MiniEngine, StepClock, key_of, shape
-from tests.sim.params import draw_params
 from tests.sim.run import Run
+from tests.sim.worlds import draw_params
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.simple_kv_offload.copy_backends import shared_host
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import (

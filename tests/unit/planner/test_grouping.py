@@ -10,6 +10,7 @@ from tests.helpers.kv_plans import BF16, full, mamba, plan_config, ring, window
 from vllm.v1.core.kv_cache_planning import (
     create_kv_cache_group_specs,
     get_global_kv_cache_groups,
+    get_kv_cache_configs,
     get_kv_cache_groups,
     get_kv_cache_groups_from_builder,
     get_uniform_page_size,
@@ -18,9 +19,13 @@ from vllm.v1.core.kv_cache_planning import (
     unify_hybrid_kv_cache_specs,
     unify_kv_cache_spec_page_size,
 )
+from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
+    HiSparseHotSpec,
+    HiSparseResidentSpec,
     KVCacheGroupSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -145,6 +150,34 @@ def test_windows_alone_are_not_promoted() -> None:
 def test_without_the_hybrid_manager_states_beside_attention_are_refused() -> None:
     with pytest.raises(ValueError, match="disable_hybrid_kv_cache_manager"):
         get_kv_cache_groups(plan_config(disable_hybrid=True), {"f": full(), "m": mamba()})
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])
+def test_scratch_of_host_sparse_attention_is_grouped_and_hidden_from_connectors(layout: str) -> None:
+    hot = HiSparseHotSpec(block_size=16, page_size=640, blocks_per_request=2)
+    resident = HiSparseResidentSpec(block_size=16, page_size=640)
+    layers = {name: full() for name in ("a", "b")}
+    scratch = {f"{name}.hisparse_resident": resident for name in layers}
+    scratch |= {f"{name}.hisparse_hot": hot for name in layers}
+    config = plan_config(layout=layout)
+    groups = get_global_kv_cache_groups(config, [{**layers, "c": window(), **scratch}])
+    assert {name for g in groups if not g.enable_kv_transfer for name in g.layer_names} == set(scratch)
+    (plan,) = get_kv_cache_configs(config, [{**layers, "c": window(), **scratch}], [1 << 20], groups)
+    hidden = [g.kv_cache_spec for g in groups if not g.enable_kv_transfer]
+    held = {spec.max_blocks_per_request(config) for spec in hidden}
+    assert held == {2, 17}, "256 tokens in flight, and one block more as they may begin inside one"
+    cacheable = [groups[i].kv_cache_spec for i in plan.prefix_cacheable_group_ids]
+    assert len(cacheable) == len(groups) - len(hidden)
+    scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(plan, config)
+    assert scheduler_block_size % hash_block_size == 0
+    assert scheduler_block_size == max(spec.block_size for spec in cacheable)
+
+
+def test_hidden_states_share_the_table_of_full_attention() -> None:
+    hidden = HiddenStateCacheSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=BF16)
+    (group,) = get_kv_cache_groups(plan_config(), {"a": full(), "h": hidden})
+    assert isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+    assert group.enable_kv_transfer
 
 
 def test_hisparse_is_refused_by_name() -> None:

@@ -33,6 +33,13 @@ def group_layers(inputs: PlanInputs, kv_cache_specs: Specs) -> list[KVCacheGroup
 
     Raises ValueError where no rule applies, naming what stands in the way.
     """
+    groups = _group_by_rules(inputs, kv_cache_specs)
+    for group in groups:
+        group.enable_kv_transfer = group.kv_cache_spec.transferable
+    return groups
+
+
+def _group_by_rules(inputs: PlanInputs, kv_cache_specs: Specs) -> list[KVCacheGroupSpec]:
     specs = dict(kv_cache_specs)
     if inputs.hybrid_manager_disabled:
         unify_hybrid_kv_cache_specs(specs)

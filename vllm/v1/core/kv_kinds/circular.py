@@ -116,7 +116,7 @@ class HiSparseResidentManager(ScratchManager):
             raise TypeError(
                 f"HiSparseResidentManager needs a HiSparseResidentSpec, got {type(spec).__name__}"
             )
-        return spec.max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+        return spec.max_blocks_held(max_in_flight_tokens, max_model_len)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Every computed token."""

@@ -1,0 +1,306 @@
+"""From a seed to its world: the plain draw, and what is added to some worlds, each from a stream of its own.
+
+So a new addition leaves the worlds without it as they were.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+from tests.sim.grammar import draw_grammars
+from tests.sim.params import FAULT_ON, FAULT_SITES, Byte, SimParams, draw_specs, draw_window, fit
+from tests.sim.retention import draw_share
+from tests.sim.rng import Streams
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    HiSparseHotSpec,
+    HiSparseResidentSpec,
+    KVCacheSpec,
+    MambaSpec,
+)
+
+
+def draw_params(seed: int) -> SimParams:
+    """The world of this seed."""
+    rng = Streams(seed).stream("params")
+    specs = draw_specs(rng)
+    only_cacheable = all(s.prefix_cacheable for s in specs)
+    has_full = any(isinstance(s, FullAttentionSpec) for s in specs)
+    caching = rng.random() < 0.93
+    if not caching:
+        specs = tuple(replace(s, mamba_cache_mode="none") if isinstance(s, MambaSpec) else s for s in specs)
+    has_state = any(isinstance(s, MambaSpec) for s in specs)
+    offload = caching and has_full and rng.random() < 0.8
+    async_scheduling = rng.random() < 0.65
+    stages = rng.choice((1, 1, 1, 2))
+    depth_max = stages + (1 if async_scheduling else 0)
+    params = SimParams(
+        seed=seed,
+        specs=specs,
+        ring_ratio=2,
+        device_blocks=rng.randint(8, 13) if rng.random() < 0.6 else rng.randint(12, 32),
+        host_blocks=(rng.randint(16, 48) if rng.random() < 0.6 else rng.randint(4, 24)) if offload else 0,
+        lazy=rng.random() < 0.35,
+        disk=rng.random() < 0.2,
+        ranks=rng.choice((1, 1, 2, 3)),
+        async_scheduling=async_scheduling,
+        pipeline_stages=stages,
+        depth=depth_max if rng.random() < 0.7 else rng.randint(1, depth_max),
+        max_model_len=rng.choice((12, 16, 24, 32)),
+        max_num_batched_tokens=rng.choice((8, 8, 12, 16, 24, 48)),
+        max_num_seqs=rng.choice((1, 2, 3, 4, 6)),
+        policy=rng.choice(("fcfs", "fcfs", "priority")),
+        chunked_prefill=has_state or rng.random() < 0.85,
+        prefix_caching=caching,
+        match_unit=2 if only_cacheable and len(specs) > 1 and rng.random() < 0.4 else None,
+        retention=rng.choice((0, 0, None)),
+        shared_prefix_checkpoint=rng.random() < 0.3,
+        watermark=rng.choice((0.0, 0.0, 0.1)),
+        reserve_full_prompt=rng.random() < 0.7,
+        long_prefill_threshold=rng.choice((0, 0, 0, 6)),
+        recompute_failed_loads=rng.random() < 0.6,
+        early_loads=rng.random() < 0.5,
+        kv_retention_share=draw_share(seed),
+        faults=frozenset(site for site in FAULT_SITES if rng.random() < FAULT_ON),
+        actions_off=frozenset(a for a in ("abort", "reset", "pause", "cool") if rng.random() < 0.4),
+    )
+    if rng.random() < 0.2:
+        params = _load_heavy(params)
+    if not params.chunked_prefill:
+        params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
+    params = _with_drafts(
+        _with_two_lazy(_with_second(_with_policies(_with_disk(fit(_with_scratch(params))))))
+    )
+    params = _with_split_context(_with_kept_disk(_with_other_engine(params)))
+    return replace(params, grammars=draw_grammars(seed))
+
+
+def _with_split_context(params: SimParams) -> SimParams:
+    """Decode context parallelism in some of the worlds with several ranks; drawn apart, so that the others stay."""
+    rng = Streams(params.seed).stream("split context")
+    if params.ranks == 1 or rng.random() >= (0.6 if params.shared else 0.3):
+        return params
+    dcp = rng.choice([n for n in (2, 3, 4) if params.ranks % n == 0])
+    # A ring starts with a whole group of its tokens: pooled keys beside it see to that in a model.
+    has_ring = any(isinstance(spec, CircularBufferSpec) for spec in params.specs)
+    unit = math.lcm(params.match_unit or 1, params.ring_ratio if has_ring else 1)
+    sizes = [n for n in (1, 2, 4) if n * dcp <= 8 and n * dcp % unit == 0]
+    specs = []
+    for spec in params.specs:
+        if isinstance(spec, AttentionSpec) and spec.dcp_sharded:
+            is_full = isinstance(spec, FullAttentionSpec)
+            if is_full or rng.random() < 0.6:
+                heads = 1 if params.shared and rng.random() < 0.7 else spec.max_tp_shards
+                spec = replace(spec, block_size=rng.choice(sizes), max_tp_shards=heads)
+            else:
+                spec = replace(spec, dcp_sharded=False)
+        specs.append(spec)
+    return fit(replace(params, dcp=dcp, specs=tuple(specs)))
+
+
+def _with_scratch(params: SimParams) -> SimParams:
+    """Scratch of host-sparse attention in some worlds; drawn apart, so that the others stay."""
+    rng = Streams(params.seed).stream("scratch")
+    kinds = rng.choice((("hot",), ("resident",), ("hot", "resident")))
+    if rng.random() >= 0.1:
+        return params
+    specs = list(params.specs)
+    for kind in kinds:
+        size = rng.choice((2, 4))
+        spec: KVCacheSpec = HiSparseResidentSpec(block_size=size, page_size=8 * size)
+        if kind == "hot":
+            spec = HiSparseHotSpec(
+                block_size=size, page_size=8 * size, blocks_per_request=rng.choice((1, 2, 3))
+            )
+        specs.insert(rng.randint(0, len(specs)), spec)
+    params = replace(params, specs=tuple(specs))
+    # With no more memory than one request needs, what it needs must have been counted.
+    if params.chunked_prefill and rng.random() < 0.4:
+        return replace(params, device_blocks=1, max_num_batched_tokens=8)
+    return params
+
+
+def _with_drafts(params: SimParams) -> SimParams:
+    """Speculation in some of the worlds whose kinds can take tokens back; drawn apart, so that the others stay."""
+    rng = Streams(params.seed).stream("drafts")
+    fixed = any(isinstance(spec, MambaSpec | CircularBufferSpec) for spec in params.specs)
+    if fixed or params.pipeline_stages > 1 or rng.random() >= 0.2:
+        return params
+    return replace(params, num_spec_tokens=rng.choice((1, 2, 3)), eagle=rng.random() < 0.4)
+
+
+def _with_kept_disk(params: SimParams) -> SimParams:
+    """Most disks outlive their engine; drawn apart, so that the other worlds stay as they are."""
+    rng = Streams(params.seed).stream("kept disk")
+    if params.disk and params.host_blocks and not params.second_host_blocks:
+        return replace(params, disk_persist=Streams(params.seed).stream("kept backend").random() < 0.6)
+    if params.disk_blocks == 0 or params.second_host_blocks or rng.random() < 0.2:
+        return params
+    params = replace(params, disk_persist=True)
+    if rng.random() < 0.4:
+        return params
+    # A disk with much on it. Where nothing is killed, whatever a table lost must be there again at the end.
+    survives = rng.random() < 0.5
+    lossy, others = ("table fails", "step fails"), (("step fails", "table fails"), ("store fails",))
+    params = replace(
+        params,
+        lazy=False,
+        host_blocks=rng.randint(16, 32),
+        disk_blocks=rng.randint(10, 48),
+        ranks=rng.choice((2, 2, 3)),
+        store_threshold=0,
+        pending_store_blocks=0,
+        decline_slow_tier="off",
+        faults=frozenset(lossy if survives else rng.choice(others)),
+        actions_off=params.actions_off | ({"kill", "reset"} if survives else set()),
+    )
+    # What must be forgotten may just be on its way down.
+    return (
+        params if survives or rng.random() < 0.5 else replace(params, faults=params.faults | {"nan", "stall"})
+    )
+
+
+def _with_second(params: SimParams) -> SimParams:
+    """Two connectors in some of the worlds with one; drawn apart, so that the others stay as they are."""
+    rng = Streams(params.seed).stream("second connector")
+    if params.host_blocks == 0 or rng.random() >= 0.12:
+        return params
+    if rng.random() < 0.25:  # room in both and nothing to blame: each must have stored everything
+        return replace(
+            _without_excuse(params, rng), store_threshold=0, second_host_blocks=120, second_lazy=False
+        )
+    # A small first host beside a larger second one: what the first has evicted comes from the second.
+    first = params.host_blocks if rng.random() < 0.4 else rng.randint(4, 10)
+    return replace(
+        params, host_blocks=first, second_host_blocks=rng.randint(8, 40), second_lazy=rng.random() < 0.25
+    )
+
+
+def _with_two_lazy(params: SimParams) -> SimParams:
+    """Two lazy connectors in a few worlds, neither with a slot for all that is in danger; drawn apart like the others."""
+    rng = Streams(params.seed).stream("two lazy")
+    if params.host_blocks == 0 or rng.random() >= 0.12:
+        return params
+    return replace(
+        params,
+        lazy=True,
+        disk=False,
+        disk_blocks=0,
+        host_blocks=rng.randint(4, 7),
+        second_lazy=True,
+        second_host_blocks=rng.randint(4, 14),
+        store_threshold=0,
+        faults=params.faults & {"report late", "stall"},
+    )
+
+
+def _with_disk(params: SimParams) -> SimParams:
+    """A third tier in some of the worlds that have a second one; drawn apart, so that the others stay as they are."""
+    rng = Streams(params.seed).stream("disk")
+    if params.host_blocks == 0 or params.disk or rng.random() < 0.4:
+        return params
+    host_blocks = params.host_blocks if rng.random() < 0.3 else rng.randint(4, 16)
+    return replace(params, host_blocks=host_blocks, disk_blocks=rng.randint(3, 48))
+
+
+def _with_policies(params: SimParams) -> SimParams:
+    """What the offload evicts, stores and reads, in half of its worlds; drawn apart, so that the others stay as they are."""
+    rng = Streams(params.seed).stream("policies")
+    kind = rng.random()
+    if params.host_blocks == 0 or kind < 0.45:
+        return params
+    if kind < 0.6:
+        return _without_excuse(params, rng)
+    params = replace(params, eviction_policy="arc" if rng.random() < 0.6 else "lru")
+    if kind < 0.7:
+        # Everything is read from below, as often as its speed allows.
+        return replace(params, decline_slow_tier="all", actions_off=params.actions_off - {"cool"})
+    return replace(
+        params,
+        store_threshold=rng.choice((0, 0, 0, 1, 2, 3)),
+        max_tracker_size=rng.choice((64_000, 64_000, 5, 11)),
+        pending_store_blocks=rng.choice((0, 0, 0, 1, 2, 4)),
+        decline_slow_tier=rng.choice(("off", "off", "disk", "all")),
+    )
+
+
+def _without_excuse(params: SimParams, rng: random.Random) -> SimParams:
+    """A world in which nothing explains a gap in what is stored: room below, and no fault."""
+    return replace(
+        params,
+        lazy=False,
+        disk=False,
+        host_blocks=120,
+        disk_blocks=0,
+        store_threshold=2,
+        max_tracker_size=rng.choice((4, 6, 8)),
+        # Offers in several steps, the first of which are forgotten first.
+        max_num_batched_tokens=8 if params.chunked_prefill else params.max_num_batched_tokens,
+        pending_store_blocks=0,
+        faults=frozenset(),
+        actions_off=params.actions_off | {"reset", "cool"},
+    )
+
+
+def _with_other_engine(params: SimParams) -> SimParams:
+    """A shared host tier in half of the worlds without a disk; drawn apart, so that the others stay as they are."""
+    if params.host_blocks == 0 or params.disk or params.disk_blocks or params.second_host_blocks:
+        return params
+    if Streams(params.seed).stream("shared").random() < 0.5:
+        return params
+    params = replace(
+        params,
+        shared=True,
+        ranks=1,
+        eviction_policy="lru",
+        decline_slow_tier="off",
+        actions_off=params.actions_off - {"cool"},
+    )
+    rng = Streams(params.seed).stream("ranks that share")
+    if rng.random() < 0.5:
+        return params
+    specs = [_split(spec, rng) for spec in params.specs]
+    if len(specs) == 1 and rng.random() < 0.7:
+        specs.append(draw_window(rng))
+    if len(specs) > 1 and rng.random() < 0.8:  # the same on all ranks beside what is split
+        alike, own = rng.sample(range(len(specs)), 2)
+        specs[alike], specs[own] = _with_heads(specs[alike], 1), _with_heads(specs[own], None)
+    return fit(replace(params, ranks=rng.choice((2, 2, 3, 4)), specs=tuple(specs)))
+
+
+def _split(spec: KVCacheSpec, rng: random.Random) -> KVCacheSpec:
+    """The same cache, on several ranks."""
+    return _with_heads(spec, rng.choice((1, 1, 2, None)))
+
+
+def _with_heads(spec: KVCacheSpec, heads: int | None) -> KVCacheSpec:
+    """There may be as many different bytes as heads; None: as many as ranks."""
+    if isinstance(spec, MambaSpec):
+        return replace(spec, tp_replicated=heads == 1)
+    return replace(spec, max_tp_shards=heads) if isinstance(spec, AttentionSpec) else spec
+
+
+def _load_heavy(params: SimParams) -> SimParams:
+    """A world in which the lower tier serves most hits, beside steps that still run."""
+    return replace(
+        params,
+        specs=(FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=4, dtype=Byte()),),
+        device_blocks=16,
+        host_blocks=48,
+        lazy=False,
+        async_scheduling=True,
+        pipeline_stages=1,
+        depth=2,
+        max_model_len=20,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        prefix_caching=True,
+        match_unit=None,
+        reserve_full_prompt=False,
+        early_loads=True,
+        actions_off=params.actions_off - {"abort", "cool"},
+    )
