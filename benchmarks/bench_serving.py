@@ -33,7 +33,7 @@ from examples.serving import free_port, offload_flags
 from scripts.demo_model import resolve_model
 
 CPU_POOL_BYTES = 2 << 30
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 600.0
 RATE_FIGURE = "requests/s (16 tokens in, 1 out)"
 # Workloads of the core alone and what they measure; both engines take them through the same public names.
 CORE_FIGURES = {

@@ -118,9 +118,11 @@ def _part_text(part: Any, index: int) -> str:
             return text
         raise _refuse(index, f"content: a part of type {kind!r} needs its text")
     if isinstance(kind, str):
-        raise VLLMUnprocessableEntityError(
+        refusal = VLLMUnprocessableEntityError(
             f"messages[{index}].content holds a part of type {kind!r}, but this model takes text only"
         )
+        refusal.parameter = "messages"
+        raise refusal
     raise _refuse(index, "content: every part needs a type")
 
 

@@ -78,8 +78,7 @@ async def test_tool_calls_of_a_message_are_a_list(app, calls):
 @pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"])
 async def test_flags_among_the_parameters_are_booleans(app, name):
     error = await app.error("/inference/v1/generate", {"token_ids": [5], "sampling_params": {name: "yes"}})
-    assert (error["code"], error["param"]) == (400, "sampling_params")
-    assert name in error["message"]
+    assert (error["code"], error["param"]) == (400, f"sampling_params.{name}")
     assert app.engine.calls == []
 
 

@@ -1,7 +1,7 @@
 """Request bodies, read strictly: what JSON can spell but no part behind the routes could carry is refused here. Layer: L8.
 
 Unpaired surrogates are no text (they cannot be encoded), integers beyond 64 bits and very deep nesting cannot be sent to
-the engine, NaN and infinities are no JSON. All are reported like any other syntax error. Large bodies are read in a
+the engine, NaN and infinities are no JSON. All are reported like a syntax error, with the place in the body. Large bodies are read in a
 thread by a quicker reader, so that streams of others go on, and must not hold more values than can be looked at quickly.
 """
 
@@ -10,26 +10,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-# Only bodies in which these occur are looked into: an escape of a surrogate, an integer of 19 digits and more.
-_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\d{19}")
+# Only bodies in which these occur are looked into: an escape of a surrogate, a number of 19 digits and more or with a large
+# exponent, the names of what is no number.
+_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\d{19}|\d[eE]\+?\d{3}|NaN|Infinity")
 _INTEGERS = range(-(2**63), 2**64)
 # Copying and encoding recurse a few frames per level.
 DEPTH_MAX = 128
+# Levels of a place that are told.
+PLACE_PARTS_MAX = 8
 # Bytes up to which a body is read without leaving the event loop.
 INLINE_BODY_MAX = 1 << 16
 # Of one body: a million token ids are read in a moment, a million objects are not.
 VALUES_MAX = 1 << 20
 CONTAINERS_MAX = 1 << 15
 _TEXT_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{,\]}]', re.DOTALL)
+
+
+class UnfitValue(json.JSONDecodeError):
+    """Something in a body cannot be carried; `place` says where, "" for the body itself."""
+
+    def __init__(self, reason: str, place: str) -> None:
+        super().__init__(f"{place}: {reason}" if place else reason, "", 0)
+        self.place = place
+
+
+class BodyRefusal(HTTPException):
+    """The reply to it. `parameter` is the field at fault, if it is known."""
+
+    def __init__(self, message: str, parameter: str | None) -> None:
+        super().__init__(400, f"the request body is not valid JSON: {message}")
+        self.parameter = parameter
 
 
 def body_bytes_default(max_model_len: int) -> int:
@@ -44,9 +64,9 @@ def parse_body(raw: bytes) -> Any:
         json.JSONDecodeError: it is no JSON, or holds something that cannot be carried.
     """
     try:
-        value = json.loads(raw, parse_constant=_refuse_constant)
+        value = json.loads(raw)
         if _SUSPECT.search(raw) or raw.count(b"[") + raw.count(b"{") > DEPTH_MAX:
-            _check(value, 0)
+            _check(value)
     except json.JSONDecodeError:
         raise
     except RecursionError:
@@ -71,7 +91,7 @@ def parse_large_body(raw: bytes) -> Any:
     try:
         value = msgspec.json.decode(raw)
         if _SUSPECT.search(raw) or raw.count(b"[") + raw.count(b"{") > DEPTH_MAX:
-            _check(value, 0)
+            _check(value)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         # The fault is told in the usual words.
         return parse_body(raw)
@@ -101,34 +121,43 @@ def _refusal(reason: str) -> json.JSONDecodeError:
     return json.JSONDecodeError(reason, "", 0)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+def _check(value: Any) -> None:
+    """Raises UnfitValue for text, numbers or nesting anywhere in `value` that cannot be carried."""
+    found = _unfit(value, 0)
+    if found is not None:
+        reason, place = found
+        raise UnfitValue(reason, ".".join(reversed(place)))
 
 
-def _check(value: Any, depth: int) -> None:
-    """Raises ValueError for text, integers or nesting anywhere in `value` that cannot be carried."""
+def _unfit(value: Any, depth: int) -> tuple[str, list[str]] | None:
+    """What is wrong with the first value that cannot be carried, and its place from the inside out; None if all can."""
     if depth > DEPTH_MAX:
-        raise ValueError(f"it is nested more than {DEPTH_MAX} levels deep")
+        return f"it is nested more than {DEPTH_MAX} levels deep", []
     if isinstance(value, str):
-        _check_text(value)
-    elif isinstance(value, int):
-        if value not in _INTEGERS:
-            raise ValueError("an integer does not fit into 64 bits")
-    elif isinstance(value, list):
-        for item in value:
-            _check(item, depth + 1)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check_text(key)
-            _check(item, depth + 1)
+        return _unfit_text(value)
+    if isinstance(value, int):
+        return None if value in _INTEGERS else ("an integer does not fit into 64 bits", [])
+    if isinstance(value, float):
+        return None if math.isfinite(value) else (f"{json.dumps(value)} is not a JSON number", [])
+    entries = (
+        enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    )
+    for name, item in entries:
+        found = (_unfit_text(name) if isinstance(name, str) else None) or _unfit(item, depth + 1)
+        if found is not None:
+            # A place that cannot be written, or is deeper than anyone reads, is left out.
+            if depth < PLACE_PARTS_MAX and not (isinstance(name, str) and _unfit_text(name)):
+                found[1].append(str(name))
+            return found
+    return None
 
 
-def _check_text(text: str) -> None:
+def _unfit_text(text: str) -> tuple[str, list[str]] | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        surrogate = f"\\u{ord(text[error.start]):04x}"
-        raise ValueError(f"text holds the unpaired surrogate {surrogate}") from None
+        return f"text holds the unpaired surrogate \\u{ord(text[error.start]):04x}", []
+    return None
 
 
 class StrictRequest(Request):
@@ -138,10 +167,13 @@ class StrictRequest(Request):
         """The body's value, parsed once."""
         if not hasattr(self, "_json"):
             raw = await self.body()
-            if len(raw) <= INLINE_BODY_MAX:
-                self._json = parse_body(raw)
-            else:
-                self._json = await asyncio.to_thread(parse_large_body, raw)
+            try:
+                if len(raw) <= INLINE_BODY_MAX:
+                    self._json = parse_body(raw)
+                else:
+                    self._json = await asyncio.to_thread(parse_large_body, raw)
+            except UnfitValue as error:
+                raise BodyRefusal(error.msg, error.place or None) from None
         return self._json
 
 

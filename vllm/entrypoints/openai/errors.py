@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
+from vllm.entrypoints.openai.bodies import BodyRefusal
 from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -42,6 +43,11 @@ _ADDRESS = re.compile(r"\s*(?:\bat\s+)?0x[0-9a-fA-F]{6,}")
 # An absolute path of at least two parts; the server's own routes are no secret.
 _PATH = re.compile(r"(?<![\w/:.])/(?!v\d/|inference/)(?:[\w.+@-]+/)+[\w.+@-]+")
 
+
+# How the schema library names the alternatives of a field.
+_FORM = re.compile(
+    r"str|int|float|bool|none|(?:list|dict|literal|function-\w+|constrained-\w+)\[.*\]|[A-Z]\w+", re.DOTALL
+)
 
 # A refused value can be as long as a body.
 _SHORT = reprlib.Repr()
@@ -115,13 +121,19 @@ def _describe(error: BaseException) -> tuple[int, str | None, str]:
         return 500, None, str(error)
     if isinstance(error, RequestValidationError | ValidationError):
         return 400, _first_field(error.errors()), describe_validation(error.errors())
+    if isinstance(error, BodyRefusal):
+        return error.status_code, error.parameter, str(error.detail)
     if isinstance(error, HTTPException):
         return error.status_code, None, str(error.detail)
     return 500, None, "Internal server error"
 
 
 def _field(location: Iterable[Any]) -> str:
-    return ".".join(str(part) for part in location if part != "body")
+    """The field as its sender knows it: without the part of the request, and without the forms that a field may have."""
+    parts = [str(part) for part in location]
+    if parts and parts[0] in ("body", "query", "path", "header"):
+        del parts[0]
+    return ".".join(part for part in parts if _FORM.fullmatch(part) is None)
 
 
 def _first_field(errors: Iterable[Mapping[str, Any]]) -> str | None:

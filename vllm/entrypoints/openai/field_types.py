@@ -28,7 +28,14 @@ def _holds_only(items: Any, kind: type) -> bool:
     return type(items) is list and set(map(type, items)) <= {kind}
 
 
+def _refuse_booleans(items: Any) -> None:
+    """The schema library takes true for 1."""
+    if type(items) is list and bool in set(map(type, items)):
+        raise ValueError("token ids must be integers, not booleans")
+
+
 def _check_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    _refuse_booleans(value)
     return value if _holds_only(value, int) else check(value)
 
 
@@ -38,6 +45,7 @@ def _check_prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         return check(value)
     if value and _holds_only(value, int):
         return value
+    _refuse_booleans(value)
     limit = envs.VLLM_MAX_COMPLETION_PROMPTS
     if len(value) > limit:
         raise ValueError(
@@ -46,6 +54,8 @@ def _check_prompt(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         )
     if value and all(_holds_only(item, int) for item in value):
         return value
+    for item in value:
+        _refuse_booleans(item)
     if max((len(item) for item in value if isinstance(item, list)), default=0) > CONVERTED_ITEMS_MAX:
         raise ValueError("prompt must be a text, token ids, a list of texts or a list of lists of token ids")
     return check(value)

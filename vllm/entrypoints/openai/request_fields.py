@@ -7,7 +7,8 @@ once as a warning and by name in the debug log.
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -78,6 +79,31 @@ class ResponseFormat(OpenAIBaseModel):
         return {"json": self.json_schema.json_schema}
 
 
+# Fields of earlier interfaces that would change the answer, and what says the same now.
+FORMER_FIELDS = {
+    **{
+        f"guided_{name}": f"use structured_outputs.{name}"
+        for name in ("json", "regex", "choice", "grammar", "json_object")
+    },
+    "guided_decoding_backend": "the constraint library is chosen by the server",
+    "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "answers are text",
+    "web_search_options": "there is no search",
+}
+
+
+@cache
+def _number_fields(model: type[BaseModel]) -> frozenset[str]:
+    """Fields that take a number, and neither a boolean nor anything else."""
+    return frozenset(
+        name
+        for name, field in model.model_fields.items()
+        if set(get_args(field.annotation) or [field.annotation]) <= {int, float, type(None)}
+    )
+
+
 class GenerationFields(OpenAIBaseModel):
     """Fields that completions and chat share; see the interface's documentation for their meaning."""
 
@@ -132,6 +158,24 @@ class GenerationFields(OpenAIBaseModel):
     stream_interval: int | None = None
     routed_experts_prompt_start: int = 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_given(cls, given: Any) -> Any:
+        """What the schema library would let through: former fields, and booleans as numbers. A null may mean the default."""
+        if not isinstance(given, dict):
+            return given
+        for name in given.keys() & FORMER_FIELDS.keys():
+            if given[name] not in (None, [], {}):
+                raise VLLMValidationError(
+                    f"{name} is not a field of this interface: {FORMER_FIELDS[name]}", parameter=name
+                )
+        for name in given.keys() & _number_fields(cls):
+            if isinstance(given[name], bool):
+                raise VLLMValidationError(f"{name} must be a number, got {given[name]}", parameter=name)
+        return {
+            name: value for name, value in given.items() if value is not None or name not in ("n", "stream")
+        }
+
     @model_validator(mode="after")
     def _check_common(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
@@ -146,6 +190,12 @@ class GenerationFields(OpenAIBaseModel):
         if self.use_beam_search:
             raise VLLMValidationError(
                 "beam search is offered by the LLM class only", parameter="use_beam_search"
+            )
+        if self.length_penalty != 1.0:
+            raise VLLMValidationError(
+                "length_penalty belongs to beam search, which is offered by the LLM class only",
+                parameter="length_penalty",
+                value=self.length_penalty,
             )
         if self.ec_transfer_params is not None:
             raise VLLMValidationError("there is no encoder cache to transfer", parameter="ec_transfer_params")

@@ -6,8 +6,10 @@ For callers that tokenise themselves, such as routers and trainers.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -63,6 +65,8 @@ ENVELOPE = {
     "user",
     "vllm_xargs",
 }
+
+_FIELD_AT_FAULT = re.compile(r"`\$\.(\w+)")
 
 
 class GenerateRequest(GenerationFields):
@@ -126,11 +130,19 @@ def sampling_params_from(
     for name in values:
         if name in COMPUTED_PARAMS:
             raise VLLMValidationError("the engine sets it", parameter=f"sampling_params.{name}")
+        if name not in SamplingParams.__struct_fields__:
+            near = get_close_matches(name, SamplingParams.__struct_fields__, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise VLLMValidationError(
+                f"there is no such parameter{hint}", parameter=f"sampling_params.{name}"
+            )
     fixed = {"output_kind": int(kind), "detokenize": False}
     try:
         params = msgspec.convert({**values, **fixed}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        raise VLLMValidationError(f"sampling_params: {error}", parameter="sampling_params") from None
+        field = _FIELD_AT_FAULT.search(str(error))
+        name = f"sampling_params.{field[1]}" if field else "sampling_params"
+        raise VLLMValidationError(f"sampling_params: {error}", parameter=name) from None
     # How positions are kept does not show in a reply.
     params.flat_logprobs = False
     if extra_args is not None:

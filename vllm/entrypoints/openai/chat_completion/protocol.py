@@ -80,9 +80,22 @@ class _ChatFields(GenerationFields):
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_prompt_text: bool = False
+    modalities: list[str] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> _ChatFields:
+        for name, value in (
+            ("media_io_kwargs", self.media_io_kwargs),
+            ("mm_processor_kwargs", self.mm_processor_kwargs),
+        ):
+            if value:
+                raise VLLMValidationError(
+                    f"{name} is about media, but this model takes text only", parameter=name
+                )
+        if self.modalities not in (None, ["text"]):
+            raise VLLMValidationError(
+                f"modalities must be ['text'], got {self.modalities}", parameter="modalities"
+            )
         if self.top_logprobs is not None and self.top_logprobs != 0:
             if not self.logprobs:
                 raise VLLMValidationError("top_logprobs needs logprobs=True", parameter="top_logprobs")
