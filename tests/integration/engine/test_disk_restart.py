@@ -7,14 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.engine_configs import engine_args, prompt_of, tiny_folder
-from tests.helpers.kept_engine import finish
+from tests.helpers.faulty_executors import POISON
+from tests.helpers.kept_engine import finish, settings
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.message_types import FinishReason
+from vllm.v1.simple_kv_offload.copy_backends.kept_table import HEADER_BYTES, RECORD_BYTES
 
 NUM_PROMPTS = 14
 
@@ -73,6 +78,43 @@ def test_pfx_14_a_reset_stays_true_after_sigkill_right_behind_its_answer(place: 
     assert answer == "True"
     again = run_child(model, tmp_path, kill_after=5, place=place)
     assert [line["cached"] for line in again] == [0] * 5
+
+
+def kept_rows(folder: Path) -> int:
+    """Records in the index on disk that tell of something."""
+    (path,) = folder.glob("*.index")
+    data = path.read_bytes()[HEADER_BYTES:]
+    return sum(any(data[at : at + RECORD_BYTES]) for at in range(0, len(data), RECORD_BYTES))
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_what_an_error_made_suspect_is_off_the_disk_when_the_client_hears_of_it(
+    async_scheduling: bool, tmp_path: Path
+) -> None:
+    arguments = engine_args(
+        max_model_len=512,
+        max_num_batched_tokens=64,
+        async_scheduling=async_scheduling,
+        distributed_executor_backend="tests.helpers.faulty_executors.PoisonedExecutor",
+        **settings(str(tmp_path / "kv"), "backend"),
+    )
+    engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
+    try:
+        engine.add_request("bad", [*prompt_of(450), *POISON], SamplingParams(max_tokens=2))
+        core = engine.engine_core.engine_core  # type: ignore[attr-defined]
+        ends: list[Any] = []
+        before = after = 0
+        while not ends:
+            time.sleep(0.03)  # for the copies, so that there is something to take back
+            before = kept_rows(tmp_path)
+            messages, _ = core.step_fn()  # what it returns goes to the clients
+            after = kept_rows(tmp_path)
+            ends = [out for message in (messages or {}).values() for out in message.outputs if out.finished]
+        assert ends[0].finish_reason is FinishReason.ERROR
+        assert before > 0
+        assert after == 0
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.parametrize(("name", "place"), [("llama", "tier"), ("llama", "backend"), ("glm5_next", "tier")])
