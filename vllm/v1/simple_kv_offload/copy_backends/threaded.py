@@ -20,8 +20,9 @@ from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
 
 DEFAULT_DEADLINE_S = 60.0
 # Nobody waits for a store, but threads that compute wait for each other: one that a copy takes a core from holds up all of
-# them. At this niceness a store runs where a core is idle, as between two forwards, and still gets a tenth of a busy one.
-STORE_NICENESS = 10
+# them. At this niceness a store runs where a core is idle, as between two forwards, and still gets a quarter of one that
+# another thread wants. Not more: while it waits for a core that other programs have, it may hold the interpreter's lock.
+STORE_NICENESS = 5
 
 
 class ThreadedCopyBackend(RegionCopyBackend):
