@@ -23,7 +23,7 @@ class Benchmark:
 
     name: str
     about: str
-    minutes: str
+    duration: str
     takes_rounds: bool = True
     takes_peer: bool = False
     quick: tuple[str, ...] = ()
@@ -46,24 +46,24 @@ BENCHMARKS = (
     Benchmark(
         "core",
         "the KV core by itself: hash, look-up, evicting allocation, a step, memory",
-        "3",
+        "3 min",
         takes_peer=True,
         quick=("--rounds", "1"),
     ),
     Benchmark(
         "scheduler",
         "a step of the scheduler in its two halves, plain and with look-ahead",
-        "1",
+        "1 min",
         takes_rounds=False,
         quick=("--requests", "16", "--steps", "20"),
     ),
     Benchmark(
-        "offload", "time to first token per tier, copies, conversations, writes", "20", quick=("--quick",)
+        "offload", "time to first token per tier, copies, conversations, writes", "20 min", quick=("--quick",)
     ),
     Benchmark(
         "serving",
         "a server from start to requests per second, and its scheduler, beside a peer",
-        "3 a round",
+        "3 min a round",
         takes_peer=True,
         quick=("--quick",),
     ),
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def show_list() -> None:
     """Names, times and what is measured."""
     for benchmark in BENCHMARKS:
-        print(f"{benchmark.name:10} about {benchmark.minutes} min: {benchmark.about}")
+        print(f"{benchmark.name:10} about {benchmark.duration}: {benchmark.about}")
 
 
 def run(options: argparse.Namespace, start: Callable[[list[str]], int]) -> list[str]:
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, start: Callable[[list[str]], int]) -> list[
     chosen = [b for b in BENCHMARKS if not options.only or b.name in options.only]
     failed = []
     for number, benchmark in enumerate(chosen, 1):
-        print(f"== {number}/{len(chosen)} {benchmark.name} (about {benchmark.minutes} min)", flush=True)
+        print(f"== {number}/{len(chosen)} {benchmark.name} (about {benchmark.duration})", flush=True)
         started = time.monotonic()
         status = start(benchmark.command(options))
         failed += [benchmark.name] if status else []
