@@ -21,6 +21,9 @@ class EnvVar:
     parse: Callable[[str], object]
     default: object
     doc: str
+    # Why setting it changes nothing here; such names exist so that an environment made for another engine of this
+    # interface is understood and answered.
+    unused: str = ""
 
 
 def _flag(text: str) -> bool:
@@ -62,9 +65,6 @@ VARIABLES: dict[str, EnvVar] = {
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": EnvVar(_flag, False, "Use client request ids unchanged inside."),
     "VLLM_ENABLE_V1_MULTIPROCESSING": EnvVar(_flag, True, "0 runs the engine core in the caller's process."),
     "VLLM_ENGINE_READY_TIMEOUT_S": EnvVar(int, 600, "Seconds to wait for an engine process to become ready."),
-    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": EnvVar(
-        int, 300, "No effect: the worker runs inside its engine, and a step takes what it takes."
-    ),
     "VLLM_HOST_IP": EnvVar(str, "", "Address of this node, where it cannot be found by itself."),
     "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": EnvVar(
         int,
@@ -95,6 +95,11 @@ VARIABLES: dict[str, EnvVar] = {
         "Neither build (at installation) nor load the native libraries: the references are used.",
     ),
     "VLLM_PLUGINS": EnvVar(_names, None, "Comma list of plugins to load; unset loads all."),
+    "VLLM_RPC_BASE_PATH": EnvVar(
+        str,
+        None,
+        "Folder below which engine processes make their sockets; unset: the system's for temporary files.",
+    ),
     "VLLM_SERVER_DEV_MODE": EnvVar(_flag, False, "Serve the development routes (cache reset, pause, sleep)."),
     "VLLM_SKIP_MODEL_NAME_VALIDATION": EnvVar(_flag, False, "Accept any model name in requests."),
     "VLLM_TARGET_DEVICE": EnvVar(_choice("cuda", "cpu"), None, "Device to run on; unset detects one."),
@@ -105,45 +110,114 @@ VARIABLES: dict[str, EnvVar] = {
     "VLLM_WORKER_MULTIPROC_METHOD": EnvVar(
         _choice("fork", "spawn"), "spawn", "How worker processes are started."
     ),
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": EnvVar(
+        float, 5.0, "Seconds an engine process has to end by itself before it is killed."
+    ),
     "PYTHONHASHSEED": EnvVar(str, None, "Root of the block hash chain, so that processes agree."),
 }
+
+_NO_DP = "several replicas are several servers here"
+_NO_MEDIA = "the engine fetches no media"
+_NO_COMPILE = "models run as they are written, nothing is compiled"
+_NO_USAGE = "the engine reports its use to nobody"
+_NO_CONNECTOR = "the connector that reads it is not in this version"
+
+# Names of the interface that change nothing here.
+_UNUSED: dict[str, EnvVar] = {
+    name: EnvVar(parse, default, f"No effect: {reason}.", reason)
+    for name, parse, default, reason in (
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _flag, False, "there is no LoRA in this version"),
+        ("VLLM_AUDIO_FETCH_TIMEOUT", int, 10, _NO_MEDIA),
+        ("VLLM_BATCH_INVARIANT", _flag, False, "in float32 on the CPU results never depend on the batch"),
+        ("VLLM_CONFIG_ROOT", str, "~/.config/vllm", "no file of settings is read or written"),
+        (
+            "VLLM_CPU_OMP_THREADS_BIND",
+            str,
+            "auto",
+            "threads run where the process may; start it with taskset",
+        ),
+        ("VLLM_DISABLE_COMPILE_CACHE", _flag, False, _NO_COMPILE),
+        ("VLLM_DO_NOT_TRACK", _flag, False, _NO_USAGE),
+        ("VLLM_DP_MASTER_IP", str, "127.0.0.1", _NO_DP),
+        ("VLLM_DP_MASTER_PORT", int, 0, _NO_DP),
+        ("VLLM_DP_RANK", int, 0, _NO_DP),
+        ("VLLM_DP_SIZE", int, 1, _NO_DP),
+        ("VLLM_ENABLE_RESPONSES_API_STORE", _flag, False, "there is no Responses API in this version"),
+        ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "the worker runs inside its engine"),
+        ("VLLM_IMAGE_FETCH_TIMEOUT", int, 5, _NO_MEDIA),
+        ("VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS", int, 0, "the number of copies in a batch has no limit"),
+        ("VLLM_LOGGING_COLOR", str, "auto", "log lines have no colour"),
+        ("VLLM_MOONCAKE_BOOTSTRAP_PORT", int, 8998, _NO_CONNECTOR),
+        ("VLLM_NIXL_SIDE_CHANNEL_HOST", str, "localhost", _NO_CONNECTOR),
+        ("VLLM_NIXL_SIDE_CHANNEL_PORT", int, 5600, _NO_CONNECTOR),
+        ("VLLM_NO_USAGE_STATS", _flag, False, _NO_USAGE),
+        ("VLLM_PORT", int, None, "engine processes talk over sockets in a folder of their own"),
+        ("VLLM_USE_MODELSCOPE", _flag, False, "models are folders on this machine"),
+        ("VLLM_VIDEO_FETCH_TIMEOUT", int, 30, _NO_MEDIA),
+    )
+}
+VARIABLES |= _UNUSED
 
 # The same names for the type checker; without a value, so that `__getattr__` below answers.
 VLLM_ALLOW_INSECURE_SERIALIZATION: bool
 VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool
+VLLM_ALLOW_RUNTIME_LORA_UPDATING: bool
 VLLM_API_KEY: str | None
+VLLM_AUDIO_FETCH_TIMEOUT: int
+VLLM_BATCH_INVARIANT: bool
 VLLM_CACHE_ROOT: str
 VLLM_COMPUTE_NANS_IN_LOGITS: bool
 VLLM_CONFIGURE_LOGGING: bool
+VLLM_CONFIG_ROOT: str
 VLLM_CPU_KVCACHE_SPACE: float | None
+VLLM_CPU_OMP_THREADS_BIND: str
+VLLM_DISABLE_COMPILE_CACHE: bool
 VLLM_DISABLE_REQUEST_ID_RANDOMIZATION: bool
+VLLM_DO_NOT_TRACK: bool
+VLLM_DP_MASTER_IP: str
+VLLM_DP_MASTER_PORT: int
+VLLM_DP_RANK: int
+VLLM_DP_SIZE: int
+VLLM_ENABLE_RESPONSES_API_STORE: bool
 VLLM_ENABLE_V1_MULTIPROCESSING: bool
 VLLM_ENGINE_READY_TIMEOUT_S: int
 VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS: int
 VLLM_HOST_IP: str
 VLLM_HTTP_MAX_REQUEST_BODY_SIZE: int
 VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int
+VLLM_IMAGE_FETCH_TIMEOUT: int
 VLLM_KEEP_ALIVE_ON_ENGINE_DEATH: bool
 VLLM_KV_CACHE_LAYOUT: str | None
 VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES: bool
+VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS: int
+VLLM_LOGGING_COLOR: str
 VLLM_LOGGING_CONFIG_PATH: str | None
 VLLM_LOGGING_LEVEL: str
 VLLM_LOGGING_PREFIX: str
 VLLM_LOGGING_STREAM: str
 VLLM_LOG_STATS_INTERVAL: float
 VLLM_MAX_COMPLETION_PROMPTS: int
-VLLM_MAX_N_SEQUENCES: int
 VLLM_MAX_NUM_BAD_WORDS: int
+VLLM_MAX_N_SEQUENCES: int
 VLLM_MAX_STOP_STRINGS: int
+VLLM_MOONCAKE_BOOTSTRAP_PORT: int
 VLLM_MSGPACK_ZERO_COPY_THRESHOLD: int
+VLLM_NIXL_SIDE_CHANNEL_HOST: str
+VLLM_NIXL_SIDE_CHANNEL_PORT: int
 VLLM_NO_NATIVE: bool
+VLLM_NO_USAGE_STATS: bool
 VLLM_PLUGINS: list[str] | None
+VLLM_PORT: int | None
+VLLM_RPC_BASE_PATH: str | None
 VLLM_SERVER_DEV_MODE: bool
 VLLM_SKIP_MODEL_NAME_VALIDATION: bool
 VLLM_TARGET_DEVICE: str | None
+VLLM_USE_MODELSCOPE: bool
 VLLM_USE_SIMPLE_KV_OFFLOAD: bool
 VLLM_USE_V2_MODEL_RUNNER: bool | None
+VLLM_VIDEO_FETCH_TIMEOUT: int
 VLLM_WORKER_MULTIPROC_METHOD: str
+VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS: float
 PYTHONHASHSEED: str | None
 
 
@@ -171,6 +245,16 @@ def is_set(name: str) -> bool:
 
 def disable_envs_cache() -> None:
     """Kept for callers of the public interface: values are never cached here, so there is nothing to do."""
+
+
+def unused_variables() -> dict[str, str]:
+    """Variables in the environment that differ from their default but change nothing here, each with the reason.
+
+    Raises:
+        ValueError: one that cannot be parsed.
+    """
+    names = sorted(name for name in _UNUSED if name in os.environ)
+    return {name: _UNUSED[name].unused for name in names if __getattr__(name) != _UNUSED[name].default}
 
 
 def unknown_variables() -> dict[str, str | None]:

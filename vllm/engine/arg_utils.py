@@ -193,6 +193,8 @@ def _check_environment(fail: bool) -> None:
         if fail:
             raise ValueError(f"Unknown environment variable {name}{hint}")
         logger.warning_once("Unknown environment variable %s%s", name, hint)
+    for name, reason in envs.unused_variables().items():
+        logger.warning_once("Environment variable %s has no effect: %s", name, reason)
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:

@@ -37,7 +37,6 @@ POLL_MS = 100
 # A start that takes longer than the first says what it is doing, then again after each further interval.
 REPORT_FIRST_S = 2.0
 REPORT_EVERY_S = 5.0
-STOP_GRACE_S = 5.0
 
 
 class CoreProcess(Protocol):
@@ -138,12 +137,13 @@ class SpawnedCore:
 
 @dataclass
 class CoreProcesses:
-    """Running cores. `resolved`: what they decided about the configuration."""
+    """Running cores. `grace_s`: time to end in; `resolved`: what they decided about the configuration."""
 
     processes: list[CoreProcess]
     input_address: str
     output_address: str
     folder: Path
+    grace_s: float
     resolved: dict[str, Any] = field(default_factory=dict)
     _closing: bool = False
     _owner: int = field(default_factory=os.getpid)
@@ -165,11 +165,11 @@ class CoreProcesses:
             threading.Thread(target=wait, args=(process,), name="core-watch", daemon=True).start()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the cores: a request first, force after `timeout` seconds. Idempotent."""
+        """End the cores: a request first, force after `timeout` seconds (None: `grace_s`). Idempotent."""
         if self._closing or os.getpid() != self._owner:
             return
         self._closing = True
-        deadline = time.monotonic() + (STOP_GRACE_S if timeout is None else timeout)
+        deadline = time.monotonic() + (self.grace_s if timeout is None else timeout)
         for process in self.processes:
             process.terminate()
         for process in self.processes:
@@ -180,14 +180,31 @@ class CoreProcesses:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _socket_folder() -> Path:
+    """A private folder for the sockets of one engine."""
+    base = envs.VLLM_RPC_BASE_PATH
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="vllm-core-", dir=base))
+    except OSError as error:
+        raise ValueError(f"VLLM_RPC_BASE_PATH={base!r}: no folder can be made there: {error}") from error
+    longest = len(str(folder / "handshake").encode())
+    if longest > zmq.IPC_PATH_MAX_LEN:
+        folder.rmdir()
+        raise ValueError(
+            f"VLLM_RPC_BASE_PATH={base!r}: a socket's path may have {zmq.IPC_PATH_MAX_LEN} bytes, not {longest}"
+        )
+    return folder
+
+
 def start_cores(
     vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool, num_cores: int = 1
 ) -> tuple[CoreProcesses, zmq.Socket[bytes]]:
     """Start the processes; returns at once. The socket is for `wait_until_ready`."""
-    folder = Path(tempfile.mkdtemp(prefix="vllm-core-"))
+    grace_s = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
+    folder = _socket_folder()
     handshake_address = f"ipc://{folder}/handshake"
     make = _process_class()
-    cores = CoreProcesses([], f"ipc://{folder}/input", f"ipc://{folder}/output", folder)
+    cores = CoreProcesses([], f"ipc://{folder}/input", f"ipc://{folder}/output", folder, grace_s)
     try:
         for index in range(num_cores):
             start = CoreStart(vllm_config, executor_class, log_stats, index, handshake_address, os.getpid())

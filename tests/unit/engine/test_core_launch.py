@@ -1,0 +1,60 @@
+"""Where an engine makes its sockets, and how long its processes have to end."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm.v1.engine import core_launch
+
+
+def test_sockets_lie_below_the_chosen_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    folder = core_launch._socket_folder()
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("tail", ["missing", "x" * 100])
+def test_a_folder_that_cannot_hold_sockets_is_refused_by_name(monkeypatch, tmp_path, tail):
+    base = tmp_path / tail
+    if tail != "missing":
+        base.mkdir()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(base))
+    with pytest.raises(ValueError, match="VLLM_RPC_BASE_PATH"):
+        core_launch._socket_folder()
+    assert not base.exists() or not any(base.iterdir())
+
+
+def test_a_time_that_is_no_number_is_refused_before_a_process_starts(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "soon")
+    with pytest.raises(ValueError, match="VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"):
+        core_launch.start_cores(None, None, False)  # type: ignore[arg-type]
+    assert not any(tmp_path.iterdir())
+
+
+class Deaf:
+    """A process that ends only by force."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.asked: list[float | None] = []
+        self.killed = False
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.asked.append(timeout)
+        return -9 if self.killed else None
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_a_process_has_the_chosen_time_to_end(tmp_path):
+    deaf = Deaf()
+    cores = core_launch.CoreProcesses([deaf], "", "", tmp_path / "sockets", grace_s=77.0)
+    cores.close()
+    assert deaf.killed
+    assert 70 < (deaf.asked[0] or 0) <= 77
