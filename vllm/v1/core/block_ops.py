@@ -184,6 +184,9 @@ def python_find_cached(
     where the index lacks none.
     """
     scanned = list(islice(queue.iter_blocks_after(None), max(0, depth)))
+    last = scanned[-1] if scanned else None
+    if not any(True for block in scanned if block.block_hash is not None and block.block_hash not in index):
+        return [], [], 0, last  # mostly
     ends = tuple(suffixes)
     blocks: list[KVCacheBlock] = []
     keys: list[BlockHashWithGroupId] = []
@@ -195,7 +198,7 @@ def python_find_cached(
     num_lacking = sum(key not in index for key in keys)
     if not num_lacking:
         blocks, keys = [], []
-    return blocks, keys, num_lacking, scanned[-1] if scanned else None
+    return blocks, keys, num_lacking, last
 
 
 def python_count_before(queue: LinkedQueue, limit: int, keys: Set[BlockHashWithGroupId]) -> int:

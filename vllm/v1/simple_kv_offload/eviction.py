@@ -48,6 +48,8 @@ class EvictionQueue(ABC):
 
     hears_misses: ClassVar[bool] = False
     """Whether `missed` does anything; telling it costs a walk over the request's hashes."""
+    hears_incoming: ClassVar[bool] = True
+    """Whether `incoming` does anything."""
     num_free_blocks: int
 
     @abstractmethod
@@ -108,6 +110,7 @@ class LruQueue(FreeKVCacheBlockQueue, EvictionQueue):
     """Least recently let go of first."""
 
     __slots__ = ()
+    hears_incoming = False
 
     def victims(self) -> Victims:
         return _InOrder(self.iter_blocks_after(None))

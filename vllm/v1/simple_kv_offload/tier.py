@@ -219,7 +219,11 @@ class Tier:
     ) -> list[KVCacheBlock]:
         """A slot for each of these contents; ``backwards``: they were chosen from the last one to the first."""
         keys = Contents.of(contents).primary_keys
-        slots = self.stage(len(keys), keys[::-1])[::-1] if backwards else self.stage(len(keys), keys)
+        if self.queue.hears_incoming:
+            self.queue.incoming(keys[::-1] if backwards else keys)
+        slots = self._take(len(keys))
+        if backwards:
+            slots.reverse()
         if self.shared is not None:
             for slot, content in zip(slots, contents, strict=True):
                 self.shared.announce(slot, tuple((staged.key, staged.num_tokens) for staged in content))
@@ -233,6 +237,9 @@ class Tier:
         ``keys``: what they are to hold, one for each.
         """
         self.queue.incoming(keys or (None,) * count)
+        return self._take(count)
+
+    def _take(self, count: int) -> list[KVCacheBlock]:
         slots = self.pool.get_new_blocks(count)
         if self.changed is not None:
             self._note_change(slot.block_id for slot in slots)
