@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMError
@@ -253,6 +254,7 @@ class EngineCoreProc:
         assert self._sockets is not None
         for client_index, message in (outputs or {}).items():
             message.engine_index = self.engine_index
+            hand_over_arrays(message)
             self._sockets.send(client_index, self._encoder.encode(message))
 
     def _send_side_outputs(self) -> None:
@@ -278,3 +280,18 @@ class EngineCoreProc:
 
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def hand_over_arrays(message: EngineCoreOutputs) -> None:
+    """Turn tensors among the outputs into arrays.
+
+    To read a tensor a front end would have to load torch first, for seconds in which none of its streams goes on.
+    """
+    for output in message.outputs:
+        tensors = output.new_prompt_logprobs_tensors
+        if tensors is not None:
+            output.new_prompt_logprobs_tensors = tensors._replace(
+                logprob_token_ids=np.asarray(tensors.logprob_token_ids),
+                logprobs=np.asarray(tensors.logprobs),
+                selected_token_ranks=np.asarray(tensors.selected_token_ranks),
+            )
