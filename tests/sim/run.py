@@ -59,7 +59,7 @@ class Run(Killable, SharedRun, StepMarks):
         self.store_excuse: str | None = None
         """Why something may rightly be missing below: a fault, a reset."""
         self.full_tiers: set[int] = set()
-        """Connectors, by their order, whose first tier had no room or evicted something."""
+        """Connectors, by their order, whose first tier had no empty slot to give or evicted something."""
         self.draining = False
         self.policy_marks = PolicyMarks(params, self.marks)
 

@@ -44,7 +44,10 @@ class StepMarks(RunViews):
         if offload.store_side.planned or len(offload.store_side.table):
             self.marks.hit("lazy store" if self.params.lazy else "eager store")
         for index, each in enumerate(self.offloads):
-            if each.tier.num_stageable == 0 or each.tier.evictions:
+            # A store may also stop at slots whose content its own request counts on: nothing is evicted then.
+            if each.tier.evictions or not any(
+                slot.ref_cnt == 0 and slot.block_hash is None for slot in each.tier.pool.blocks[1:]
+            ):
                 self.full_tiers.add(index)
         if offload.tier.num_stageable == 0:
             self.marks.hit("host full")
