@@ -82,7 +82,9 @@ def draw_params(seed: int) -> SimParams:
 def _with_split_context(params: SimParams) -> SimParams:
     """Decode context parallelism in some of the worlds with several ranks; drawn apart, so that the others stay."""
     rng = Streams(params.seed).stream("split context")
-    if params.ranks == 1 or rng.random() >= (0.6 if params.shared else 0.3):
+    # Worlds with a disk are few, and what happens there is rare enough.
+    share = 0.6 if params.shared else 0.1 if params.disk_blocks else 0.3
+    if params.ranks == 1 or rng.random() >= share:
         return params
     dcp = rng.choice([n for n in (2, 3, 4) if params.ranks % n == 0])
     # A ring starts with a whole group of its tokens: pooled keys beside it see to that in a model.
