@@ -27,8 +27,9 @@ IDENTITIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 class Engine:
     """Both halves of the connector, with a worker that saves whatever it is told to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: str = "m") -> None:
         config = rig_config()
+        config.model_config.model = model
         config.cache_config.block_size = 4
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="ExampleConnector",
@@ -43,11 +44,11 @@ class Engine:
         scheduler = make_scheduler([full(4)], 40, connector=connector, enable_prefix_caching=False)
         self.driver = Driver(scheduler)
 
-    def offered(self, name: str, **identity: Any) -> int:
-        """Tokens that a request of twelve is offered; what it computes is saved."""
+    def offered(self, name: str, length: int = 13, **identity: Any) -> int:
+        """Tokens that a request of so many is offered; what it computes is saved."""
         features = identity.pop("mm_features", [])
         scheduler, worker = self.driver.scheduler, self.worker
-        request = self.driver.add(name, range(13), max_tokens=1, **identity)
+        request = self.driver.add(name, range(length), max_tokens=1, **identity)
         request.mm_features = features
         output = scheduler.schedule()
         assert output.kv_connector_metadata is not None
@@ -67,3 +68,43 @@ def test_store_06_the_example_connector_keeps_other_identities_apart(case: str, 
     assert hits == [0, 0, 12, 12]
     again = Engine(tmp_path)
     assert again.offered("later", **one) == 12
+
+
+def test_a_prompt_without_a_whole_block_is_not_stored(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "kv")
+    assert [engine.offered(f"r{length}", length) for length in range(1, 5)] == [0, 0, 0, 0]
+    assert not (tmp_path / "kv").exists()
+
+
+def test_a_step_that_failed_leaves_no_half_of_a_prefix(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.driver.add("failed", range(9), max_tokens=1)
+    orders = engine.driver.scheduler.schedule().kv_connector_metadata
+    assert orders is not None
+    engine.worker.bind_connector_metadata(orders)
+    engine.worker.save_kv_layer("layer0", engine.caches["layer0"], None)
+    assert len(list(tmp_path.iterdir())) == 1
+    engine.worker.clear_connector_metadata()
+    engine.offered("next", 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_file_is_a_failed_load_and_goes(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.offered("stored")
+    (folder,) = tmp_path.iterdir()
+    (folder / "layer0.safetensors").write_bytes(b"")
+    assert engine.offered("loaded") == 12
+    assert len(engine.worker.get_block_ids_with_load_errors()) == 3
+    assert engine.worker.get_block_ids_with_load_errors() == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_stores_nothing(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("no folder")
+    assert [Engine(tmp_path / "kv").offered(name) for name in ("one", "two")] == [0, 0]
+
+
+def test_another_model_does_not_use_the_folder(tmp_path: Path) -> None:
+    hits = [Engine(tmp_path, model).offered("r") for model in ("one", "other", "one", "other")]
+    assert hits == [0, 0, 12, 12]

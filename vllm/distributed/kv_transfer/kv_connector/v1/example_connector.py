@@ -1,8 +1,9 @@
 """A small, complete connector: prompt prefixes as files in a shared folder, loaded and saved synchronously.
 
-It shows the synchronous side of the contract. One folder per prompt prefix, one file per layer; a
-folder gets its name only when it is complete, so nobody ever loads half a prefix. One KV cache group
-and one worker only. It must not be fast. Layer L6.
+It shows the synchronous side of the contract. One folder per model and prompt prefix, one file per layer; a
+folder gets its name only when it is complete, so nobody ever loads half a prefix. What cannot be read is a
+failed load, what cannot be written is not stored. One KV cache group and one worker only. It must not be fast.
+Layer L6.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import safetensors
 import safetensors.torch
 import torch
 
@@ -41,6 +43,8 @@ logger = init_logger(__name__)
 STORAGE_KEY = "shared_storage_path"
 DEFAULT_STORAGE_PATH = "/tmp"
 TENSOR_NAME = "kv"
+# A file that is gone, cut short, or holds something else.
+LOAD_ERRORS: Final = (OSError, safetensors.SafetensorError, KeyError, RuntimeError)
 
 
 @dataclass
@@ -126,6 +130,9 @@ class ExampleConnector(KVConnectorBase_V1):
         self._kv_caches: dict[str, torch.Tensor] = {}
         # Folder of a prefix → the temporary folder its layers are collected in.
         self._collecting: dict[Path, Path] = {}
+        self._failed_blocks: set[int] = set()
+        model = vllm_config.model_config
+        self._model = (model.model, model.revision, str(model.dtype)) if model is not None else ()
 
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
@@ -158,9 +165,26 @@ class ExampleConnector(KVConnectorBase_V1):
         for request in self._requests(is_store=False):
             folder = self._folder(request.token_ids, request.mm_hashes, request.extra_keys)
             blocks = self._blocks(request)
-            for layer_name, cache in self._kv_caches.items():
-                saved = safetensors.torch.load_file(str(folder / f"{layer_name}.safetensors"))[TENSOR_NAME]
-                cache[blocks.to(cache.device)] = saved.to(cache.device)
+            try:
+                for layer_name, cache in self._kv_caches.items():
+                    saved = safetensors.torch.load_file(str(folder / f"{layer_name}.safetensors"))[
+                        TENSOR_NAME
+                    ]
+                    cache[blocks.to(cache.device)] = saved.to(cache.device)
+            except LOAD_ERRORS as error:
+                logger.error("ExampleConnector: %s cannot be loaded and is removed: %s", folder, error)
+                shutil.rmtree(folder, ignore_errors=True)
+                self._failed_blocks.update(blocks.tolist())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # What a step that failed has left is not complete.
+        for folder in list(self._collecting):
+            self._discard(folder)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are over when ``start_load_kv`` returns."""
@@ -172,12 +196,22 @@ class ExampleConnector(KVConnectorBase_V1):
             folder = self._folder(request.token_ids, request.mm_hashes, request.extra_keys)
             if folder.exists():
                 continue
-            if folder not in self._collecting:
-                self._storage.mkdir(parents=True, exist_ok=True)
-                self._collecting[folder] = Path(tempfile.mkdtemp(dir=self._storage))
             pages = kv_layer[self._blocks(request).to(kv_layer.device)].detach().cpu().contiguous()
-            file = self._collecting[folder] / f"{layer_name}.safetensors"
-            safetensors.torch.save_file({TENSOR_NAME: pages}, str(file))
+            try:
+                if folder not in self._collecting:
+                    self._storage.mkdir(parents=True, exist_ok=True)
+                    self._collecting[folder] = Path(tempfile.mkdtemp(dir=self._storage))
+                file = self._collecting[folder] / f"{layer_name}.safetensors"
+                safetensors.torch.save_file({TENSOR_NAME: pages}, str(file))
+            except (OSError, safetensors.SafetensorError) as error:
+                logger.error("ExampleConnector: %s cannot be stored: %s", folder, error)
+                self._orders().remove(request)
+                self._discard(folder)
+
+    def _discard(self, folder: Path) -> None:
+        temporary = self._collecting.pop(folder, None)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def wait_for_save(self) -> None:
         collecting, self._collecting = self._collecting, {}
@@ -188,11 +222,14 @@ class ExampleConnector(KVConnectorBase_V1):
                 # Another engine stored the same prefix meanwhile; either copy is right.
                 shutil.rmtree(temporary, ignore_errors=True)
 
-    def _requests(self, is_store: bool) -> Iterable[ReqMeta]:
+    def _orders(self) -> list[ReqMeta]:
         metadata = self._get_connector_metadata()
         if not isinstance(metadata, ExampleConnectorMetadata):
             raise TypeError(f"expected ExampleConnectorMetadata, got {type(metadata).__name__}")
-        return [request for request in metadata.requests if request.is_store == is_store]
+        return metadata.requests
+
+    def _requests(self, is_store: bool) -> Iterable[ReqMeta]:
+        return [request for request in self._orders() if request.is_store == is_store]
 
     def _blocks(self, request: ReqMeta) -> torch.Tensor:
         return torch.tensor([slot // self._block_size for slot in request.slot_mapping[:: self._block_size]])
@@ -235,7 +272,9 @@ class ExampleConnector(KVConnectorBase_V1):
             extra_keys = self._extra_keys.get(new.req_id, ())
             if self._to_load.pop(new.req_id, None) is not None:
                 metadata.add_request(token_ids, block_ids, self._block_size, False, mm_hashes, extra_keys)
-            elif not self._is_stored(token_ids, mm_hashes, extra_keys):
+            elif aligned_length(len(token_ids), self._block_size) and not self._is_stored(
+                token_ids, mm_hashes, extra_keys
+            ):
                 self._to_store[new.req_id] = _Prompt(token_ids, block_ids, mm_hashes, extra_keys)
                 self._store_if_complete(metadata, new.req_id, new.num_computed_tokens + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
@@ -285,7 +324,7 @@ class ExampleConnector(KVConnectorBase_V1):
         return num_tokens > 0 and self._folder(token_ids[:num_tokens], mm_hashes, extra_keys).exists()
 
     def _folder(self, token_ids: Sequence[int], mm_hashes: Sequence[str], extra_keys: ExtraKeys) -> Path:
-        content: tuple[object, ...] = (list(token_ids), list(mm_hashes))
+        content: tuple[object, ...] = (self._model, list(token_ids), list(mm_hashes))
         if extra_keys:
             content = (*content, extra_keys)
         return self._storage / hashlib.sha256(repr(content).encode()).hexdigest()
