@@ -469,6 +469,8 @@ def _plain(value: Any) -> Any:
     """Label tuples as the text they are on the wire; everything else must be plain already."""
     if isinstance(value, dict):
         return {(repr(k) if isinstance(k, tuple) else k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float) else _plain(value.to_dict())
 
 
