@@ -44,6 +44,7 @@ class FakeConnector(KVConnectorBase_V1, SupportsHMA):
         self.delivers = False
         self.delay_finish = False
         self.stores_on_finish = True
+        self.offers_all = False
         self.not_ready: set[str] = set()
         self.pending_frees = False
         self.push_work = False
@@ -73,7 +74,7 @@ class FakeConnector(KVConnectorBase_V1, SupportsHMA):
         if request.request_id in self.not_ready:
             return None, False
         tokens = list(request.all_token_ids)
-        length = (len(tokens) - 1) // self.block_size * self.block_size
+        length = (len(tokens) - (not self.offers_all)) // self.block_size * self.block_size
         while length > num_computed_tokens and tuple(tokens[:length]) not in self.store:
             length -= self.block_size
         found = max(0, length - num_computed_tokens)

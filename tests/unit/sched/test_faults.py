@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,19 +103,26 @@ def test_sch_03_output_after_the_abort_of_a_sending_request_changes_nothing() ->
     driver.assert_at_rest()
 
 
-def test_sch_07_nobody_loses_a_step_to_a_victim_that_stood_before_it() -> None:
-    """The victim was passed over earlier in the same pass; removing it moves the requests behind it."""
-    scheduler = make_scheduler([full(4)], 10, policy="priority", prefill_schedule_interval=1)
+@pytest.mark.parametrize("passed_over", [False, True])
+def test_sch_07_nobody_loses_a_step_to_a_victim_that_stood_before_it(passed_over: bool) -> None:
+    """The victim was scheduled, or passed over, earlier in the same pass; removing it moves the requests behind it."""
+    scheduler = make_scheduler(
+        [full(4)], 10, policy="priority", max_num_batched_tokens=34, reserve_full_isl=False
+    )
     driver = Driver(scheduler)
-    driver.add("victim", prompt(11), max_tokens=30, priority=9, arrival_time=1.0)
-    driver.add("first", prompt(11, 1), max_tokens=30, priority=1, arrival_time=2.0)
-    driver.add("second", prompt(11, 2), max_tokens=30, priority=1, arrival_time=3.0)
-    # Priority admission puts the victim last; a list with it in front is what went wrong.
+    # Three of the nine blocks each; the victim's are not full when the others need a fourth.
+    driver.add("victim", prompt(30 if passed_over else 9), max_tokens=9, priority=9, arrival_time=1.0)
+    driver.add("first", prompt(11, 1), max_tokens=9, priority=1, arrival_time=2.0)
+    driver.add("second", prompt(11, 2), max_tokens=9, priority=1, arrival_time=3.0)
     driver.step()
+    # Priority admission puts the victim last; a list with it in front is what went wrong.
     scheduler.running.sort(key=lambda request: request.request_id != "victim")
+    scheduler.schedule = partial(scheduler.schedule, throttle_prefills=True)  # type: ignore[method-assign]
+    before = driver.step()
+    assert set(before.num_scheduled_tokens) == (
+        {"first", "second"} if passed_over else {"victim", "first", "second"}
+    )
     output = driver.step()
-    while not output.preempted_req_ids:
-        output = driver.step()
     assert output.preempted_req_ids == {"victim"}
     assert list(output.num_scheduled_tokens) == ["first", "second"]
 
@@ -203,6 +211,28 @@ def test_sch_11_two_full_prompt_loads_never_fill_the_pool_exactly(
     driver.assert_at_rest()
 
 
+@pytest.mark.parametrize("total", [-2, -1, 0, 1, 2])
+def test_sch_11_loads_of_whole_prompts_leave_room_for_the_drafts_of_the_first_step(total: int) -> None:
+    """Loads may cover every token of prompts that end with a block; only the drafts need one more."""
+    usable = 511
+    driver, connector, loads = with_connector(
+        usable + 1, num_lookahead_tokens=3, num_speculative_tokens=3, max_model_len=2048
+    )
+    connector.offers_all = True
+    prompts = {"a": prompt(256 * 4, 1), "b": prompt((usable + total - 256) * 4, 2)}
+    for name, tokens in prompts.items():
+        connector.remember(tokens)
+        driver.add(name, tokens, max_tokens=3)
+    assert driver.run(100) < 30
+    loaded = sorted((name, num_tokens) for name, num_tokens in connector.allocations if num_tokens)
+    assert loaded == [(name, len(tokens)) for name, tokens in prompts.items()], (
+        "nobody had to give a load back"
+    )
+    for name, tokens in prompts.items():
+        assert driver.outputs[name] == expected_output(tokens, 3)
+    driver.assert_at_rest()
+
+
 @pytest.mark.parametrize(("tail", "num_lookahead_tokens"), [(1, 0), (1, 3), (30, 0)])
 def test_sch_11_a_load_that_just_fits_is_not_refused(tail: int, num_lookahead_tokens: int) -> None:
     tokens = prompt(32 + tail, 1)
@@ -235,6 +265,28 @@ def test_sch_12_deferred_frees_are_waited_for_instead_of_preempting_everybody() 
     total = sum(request.num_tokens for request in scheduler.requests.values())
     assert total == 0
     driver.assert_at_rest()
+
+
+def test_sch_12_blocks_on_their_way_back_count_before_anybody_gives_way() -> None:
+    driver, _, _ = with_connector(10, looks_ahead=True, max_num_batched_tokens=34, reserve_full_isl=False)
+    scheduler = driver.scheduler
+    needy = driver.add("needy", prompt(11), max_tokens=9)
+    driver.add("gone", prompt(11, 1), max_tokens=9)
+    idle = driver.add(
+        "idle", prompt(40, 2), max_tokens=2
+    )  # a prefill that is held, so no step in flight has it
+    driver.schedule()
+    scheduler.schedule = partial(scheduler.schedule, throttle_prefills=True)  # type: ignore[method-assign]
+    driver.schedule()
+    driver.apply()
+    scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
+    assert scheduler.deferred_frees
+    output = driver.schedule()
+    assert not output.preempted_req_ids
+    assert not output.num_scheduled_tokens, "the requester waits one step"
+    driver.apply()
+    assert list(driver.schedule().num_scheduled_tokens) == ["needy"]
+    assert scheduler.running == [needy, idle]
 
 
 def test_sch_12_a_connector_with_pending_frees_makes_the_pass_wait() -> None:
