@@ -138,6 +138,28 @@ def test_bench_serve_reports_failures(tmp_path, capsys):
     assert main.main(["bench", "serve", "--base-url", "http://127.0.0.1:9", "--num-prompts", "1"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "value", "message"),
+    [
+        ("serve", "num-prompts", "0", "at least 1, got 0"),
+        ("serve", "random-input-len", "-1", "at least 1, got -1"),
+        ("serve", "random-output-len", "0", "at least 1, got 0"),
+        ("serve", "random-prefix-len", "129", "from 0 to the 128 tokens of a prompt, got 129"),
+        ("serve", "max-concurrency", "0", "at least 1, got 0"),
+        ("serve", "vocab-size", "3", "at least 4, got 3"),
+        ("serve", "request-rate", "0", "greater than 0, got 0.0"),
+        ("serve", "request-rate", "nan", "greater than 0, got nan"),
+        ("throughput", "num-prompts", "0", "at least 1, got 0"),
+        ("throughput", "prefix-len", "-1", "from 0 to the 32 tokens of a prompt, got -1"),
+        ("latency", "num-iters", "0", "at least 1, got 0"),
+        ("latency", "output-len", "0", "at least 1, got 0"),
+    ],
+)
+def test_bench_names_the_flag_of_a_value_it_cannot_use(command, flag, value, message):
+    with pytest.raises(ValueError, match=f"--{flag} must be {message}"):
+        bench.main([command, f"--{flag}={value}"])
+
+
 def test_bench_names(capsys):
     assert bench.main(["--help"]) == 0
     assert bench.main([]) == 2

@@ -49,6 +49,19 @@ def _engine_parser(command: str) -> FlexibleArgumentParser:
     return parser
 
 
+def _check_at_least(args: argparse.Namespace, **smallest: int) -> None:
+    """`ValueError` naming the flag whose value is smaller; one that was not given is fine."""
+    for name, least in smallest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+def _check_shared(flag: str, shared: int, length: int) -> None:
+    if not 0 <= shared <= length:
+        raise ValueError(f"{flag} must be from 0 to the {length} tokens of a prompt, got {shared}")
+
+
 def latency(argv: list[str]) -> int:
     """Time of one batch; the exit status."""
     parser = _engine_parser("latency")
@@ -56,6 +69,7 @@ def latency(argv: list[str]) -> int:
     parser.add_argument("--num-iters-warmup", type=int, default=2, help="Batches before the measurement.")
     parser.add_argument("--num-iters", type=int, default=5, help="Batches that are measured.")
     args = parser.parse_args(argv)
+    _check_at_least(args, input_len=1, output_len=1, batch_size=1, num_iters_warmup=0, num_iters=1)
     with _make_llm(args) as llm:
         vocab = llm.model_config.get_vocab_size()
         times = []
@@ -80,6 +94,8 @@ def throughput(argv: list[str]) -> int:
         "--prefix-len", type=int, default=0, help="Tokens that all prompts share at their start."
     )
     args = parser.parse_args(argv)
+    _check_at_least(args, input_len=1, output_len=1, num_prompts=1)
+    _check_shared("--prefix-len", args.prefix_len, args.input_len)
     with _make_llm(args) as llm:
         vocab = llm.model_config.get_vocab_size()
         prompts = random_prompts(args.num_prompts, args.input_len, vocab, args.seed, args.prefix_len)
@@ -120,6 +136,12 @@ def serve(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="Seed of prompts and arrivals.")
     parser.add_argument("--output-json", default=None, metavar="FILE", help="Write the figures there too.")
     args = parser.parse_args(argv)
+    _check_at_least(args, num_prompts=1, random_input_len=1, random_output_len=1, max_concurrency=1)
+    # The ids below 3 are special tokens.
+    _check_at_least(args, vocab_size=4)
+    _check_shared("--random-prefix-len", args.random_prefix_len, args.random_input_len)
+    if not args.request_rate > 0:
+        raise ValueError(f"--request-rate must be greater than 0, got {args.request_rate}")
     figures = asyncio.run(_measure(args))
     _report(figures, args.output_json)
     return 1 if figures["failed"] else 0
