@@ -242,19 +242,28 @@ def test_partial_entries_are_refused_where_they_make_no_sense() -> None:
     assert pool.get_keys(block) == ()
 
 
-def test_pfx_08_a_retired_partial_hash_does_not_come_back() -> None:
+@pytest.mark.parametrize("grows", [False, True])
+def test_pfx_08_a_retired_partial_hash_does_not_come_back(grows: bool) -> None:
     pool = BlockPool(4, True, 4, enable_kv_cache_events=True)
     req = request("r", range(8), hash_block=4)
     (block,) = pool.get_new_blocks(1)
     assert pool.cache_partial_block(req, block, 8, 0, 16)
-    for token in range(8, 18):
+    for token in range(8, 12):
+        req.append_output_token_ids(token)
+    if grows:
+        assert pool.cache_partial_block(req, block, 12, 0, 16)
+        assert pool.get_cached_block(req.block_hashes[2], [0]) == [block]
+    assert not pool.cache_partial_block(req, block, 8, 0, 16)
+    for token in range(12, 18):
         req.append_output_token_ids(token)
     pool.cache_full_blocks(req, [block], 0, 1, 16, 0)
     kinds = [type(event).__name__ for event in pool.take_events()]
-    assert kinds == ["BlockStored", "BlockRemoved", "BlockStored"]
-    for replace in (False, True):
-        assert not pool.cache_partial_block(req, block, 8, 0, 16, replace)
-    assert pool.get_cached_block(req.block_hashes[1], [0]) is None
+    assert kinds == ["BlockStored"] * (1 + grows) + ["BlockRemoved"] * (1 + grows) + ["BlockStored"]
+    for num_tokens, replace in ((8, False), (8, True), (12, False), (12, True)):
+        assert not pool.cache_partial_block(req, block, num_tokens, 0, 16, replace)
+    assert pool.get_cached_block(req.block_hashes[3], [0]) == [block]
+    for retired in req.block_hashes[1:3]:
+        assert pool.get_cached_block(retired, [0]) is None
     assert pool.take_events() == []
 
 

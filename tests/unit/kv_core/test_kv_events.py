@@ -79,8 +79,15 @@ def test_evt_01_holds_for_states_and_windows() -> None:
     assert admit(kv, req, 12) == 0
     for _ in range(4):
         step(kv, req, 4)
+    hashes, groups = short(req.block_hashes), set()
     for event in kv.take_events():
         assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+        first = hashes.index(event.block_hashes[0])
+        assert event.block_hashes == hashes[first : first + len(event.block_hashes)]
+        assert event.token_ids == list(range(4 * first, 4 * (first + len(event.block_hashes))))
+        assert event.parent_block_hash == (hashes[first - 1] if first else None)
+        groups.add(event.group_idx)
+    assert groups == {0, 1, 2}
 
 
 def test_evt_04_the_parent_is_always_the_block_before(pool: BlockPool) -> None:

@@ -333,6 +333,8 @@ def test_evt_09_overlapping_port_ranges_are_refused() -> None:
         check_port_ranges("tcp://*:5557", "tcp://*:5558", 1)
     with pytest.raises(ValueError, match="overlap"):
         check_port_ranges("tcp://*:5557", "tcp://*:5557", 0)
+    with pytest.raises(ValueError, match="overlap"):  # at start-up, before anything is bound
+        ZmqEventPublisher(1, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
     with pytest.raises(ValueError, match="must differ"):
         check_port_ranges("ipc:///tmp/a", "ipc:///tmp/a", 0)
     check_port_ranges("tcp://*:0", "tcp://*:0", 7)

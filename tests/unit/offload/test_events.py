@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.kv_core import lora
 from tests.helpers.offload_rig import Rig, full, mamba, prompt, window
 from vllm.distributed.kv_event_types import AllBlocksCleared, BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
 
 def stored(rig: Rig, medium: str) -> list[BlockStored]:
@@ -33,10 +34,12 @@ def split(events: list[BlockStored]) -> dict[tuple[object, int | None], tuple[ob
 @pytest.mark.parametrize("specs", [[full()], [full(), window()], [full(8), mamba(8)]])
 def test_evt_05_events_below_say_what_the_device_said(specs: list[object], lazy: bool) -> None:
     rig = Rig(specs=specs, device_blocks=24, host_blocks=64, lazy=lazy, events=True)  # type: ignore[arg-type]
-    for seed in range(5):
-        rig.generate(prompt(26, seed), max_tokens=3, cache_salt="pepper" if seed == 1 else None)
+    identities = [{}, {"cache_salt": "pepper"}, {"lora_request": lora("n", 3, "/p")}, {}, {}]
+    for seed, identity in enumerate(identities):
+        rig.generate(prompt(26, seed), max_tokens=3, **identity)
     device, below = split(stored(rig, "GPU")), split(stored(rig, "CPU"))
-    assert below
+    assert {said[4] for said in below.values()} == {None, "n"}
+    assert any(said[5] == ("pepper",) for said in below.values())
     for key, said in below.items():
         assert said == device[key]
         assert said[1], "tokens are known in either mode"
@@ -57,6 +60,9 @@ def test_evt_05_removals_let_a_consumer_rebuild_the_index() -> None:
             key = (block_hash, event.group_idx)
             index[key] = index.get(key, 0) + change
     present = {key for key, count in index.items() if count}
+    kept = rig.manager.tier.pool.cached_block_hash_to_block.blocks()
+    keys = [block.block_hash for block in kept if block.block_hash is not None]
+    assert present == {(maybe_convert_block_hash(get_block_hash(key)), get_group_id(key)) for key in keys}
     assert all(count in (0, 1) for count in index.values())
     assert len(present) == len(rig.manager.tier.pool.cached_block_hash_to_block) == 8
 
@@ -64,11 +70,13 @@ def test_evt_05_removals_let_a_consumer_rebuild_the_index() -> None:
 def test_evt_06_one_hash_per_block_not_per_hash_unit() -> None:
     rig = Rig(specs=[full(16), window(4, size=4)], device_blocks=40, host_blocks=40, events=True)
     assert rig.hash_block_size == 4
-    rig.generate(prompt(33), max_tokens=2)
+    request = rig.generate(prompt(33), max_tokens=2)
     events = [event for event in stored(rig, "CPU") if event.group_idx == 0]
-    assert [len(event.block_hashes) for event in events] == [1, 1]
+    tails = [maybe_convert_block_hash(request.block_hashes[i]) for i in (3, 7)]
+    assert [event.block_hashes for event in events] == [[tail] for tail in tails]
+    assert [event.parent_block_hash for event in events] == [None, tails[0]]
+    assert [list(event.token_ids) for event in events] == [prompt(33)[:16], prompt(33)[16:32]]
     assert [event.block_size for event in events] == [16, 16]
-    assert [len(event.token_ids) for event in events] == [16, 16]
 
 
 def test_evt_04_the_parent_is_the_block_before_even_if_it_was_stored_earlier() -> None:
@@ -81,6 +89,21 @@ def test_evt_04_the_parent_is_the_block_before_even_if_it_was_stored_earlier() -
     assert first.block_hashes[0] == longer.block_hashes[0]
     assert [event.block_hashes for event in events] == [[h] for h in hashes[:4]]
     assert parents == [None, *hashes[:3]]
+
+
+def test_evt_04_a_block_that_is_there_already_is_still_the_parent_of_the_next() -> None:
+    rig = Rig(events=True)
+    request = rig.generate(prompt(12), max_tokens=1)
+    pool = rig.manager.tier.pool
+    lost = [rig.manager.tier.get(rig.key(request, i)) for i in (0, 2)]
+    pool.evict_blocks({block.block_id for block in lost if block is not None})
+    rig.publisher.events.clear()
+    rig.generate(
+        prompt(13), max_tokens=1
+    )  # finds all three on the device; the first and the third are written anew
+    hashes = [maybe_convert_block_hash(h) for h in request.block_hashes]
+    said = [(event.block_hashes, event.parent_block_hash) for event in stored(rig, "CPU")]
+    assert said == [([hashes[0]], None), ([hashes[2]], hashes[1])]
 
 
 def test_evt_12_loaded_blocks_are_announced_when_they_become_hittable() -> None:
