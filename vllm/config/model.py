@@ -50,7 +50,7 @@ class ModelConfig:
     )
     # A name or a torch.dtype; read as a torch.dtype.
     dtype: Any = setting(default="auto", doc="Precision of weights and activations.")
-    seed: Annotated[int, Field(ge=0)] = setting(default=0, doc="Seed of everything random.")
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = setting(default=0, doc="Seed of everything random.")
     max_model_len: Annotated[int, Field(ge=-1)] | None = setting(
         default=None,
         doc="Longest sequence, prompt and output; the model's own when not given, -1 (auto) what fits in memory.",

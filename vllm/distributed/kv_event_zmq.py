@@ -86,13 +86,14 @@ class ZmqEventPublisher(EventPublisher):
         self._replay: zmq.Socket[bytes] | None = None
         try:
             assert own_endpoint is not None
-            bound = _open(self._pub, own_endpoint, _binds(own_endpoint) if bind is None else bind)
+            binds = _binds(own_endpoint) if bind is None else bind
+            bound = _open(self._pub, "endpoint", own_endpoint, binds)
             bound_replay = None
             if own_replay is not None:
                 self._replay = context.socket(zmq.ROUTER)
                 # A slow reader gets a whole ring and its end marker, twice over, before anything is lost.
                 self._replay.setsockopt(zmq.SNDHWM, 2 * (buffer_steps + 1))
-                bound_replay = _open(self._replay, own_replay, bind=True)
+                bound_replay = _open(self._replay, "replay_endpoint", own_replay, bind=True)
         except BaseException:
             self._close_sockets()
             raise
@@ -298,8 +299,15 @@ def _binds(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or "://0.0.0.0:" in endpoint
 
 
-def _open(sock: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
-    """Bind or connect; returns the address as others reach it."""
+def _open(sock: zmq.Socket[bytes], name: str, endpoint: str, bind: bool) -> str:
+    """Bind or connect; returns the address as others reach it. ``zmq.ZMQError`` naming the setting."""
+    try:
+        return _attach(sock, endpoint, bind)
+    except zmq.ZMQError as error:
+        raise zmq.ZMQError(error.errno, f"{name}={endpoint!r} cannot be used: {error.strerror}") from error
+
+
+def _attach(sock: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
     if not bind:
         sock.connect(endpoint)
         return endpoint

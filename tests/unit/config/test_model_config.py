@@ -68,6 +68,12 @@ def test_length_is_limited_by_the_checkpoint(folder, monkeypatch):
     assert ModelConfig(folder, max_model_len=513).max_model_len == 513
 
 
+def test_a_seed_that_no_generator_takes_is_named(folder):
+    assert ModelConfig(folder, seed=(1 << 63) - 1).seed == (1 << 63) - 1
+    with pytest.raises(ValidationError, match="seed"):
+        ModelConfig(folder, seed=1 << 63)
+
+
 def test_minus_one_means_what_fits(folder):
     model = ModelConfig(folder, max_model_len=-1)
     assert (model.max_model_len, model.original_max_model_len) == (512, -1)

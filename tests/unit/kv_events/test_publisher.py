@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import threading
@@ -391,8 +392,14 @@ def test_binding_can_be_forced(made: list[Any]) -> None:
 def test_an_address_in_use_fails_at_start_up(made: list[Any]) -> None:
     endpoint = address()
     made.append(ZmqEventPublisher(0, endpoint=endpoint))
-    with pytest.raises(zmq.ZMQError):
+    with pytest.raises(zmq.ZMQError, match=f"^endpoint='{re.escape(endpoint)}' .* already in use"):
         ZmqEventPublisher(0, endpoint=endpoint)
+
+
+@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
+def test_an_address_that_is_none_is_named_with_its_setting(name: str) -> None:
+    with pytest.raises(zmq.ZMQError, match=f"^{name}='nowhere' cannot be used: Invalid argument"):
+        ZmqEventPublisher(0, **({"endpoint": "inproc://unused"} | {name: "nowhere"}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("changes", [{"max_queue_size": 0}, {"buffer_steps": -1}])
