@@ -60,6 +60,11 @@ def drive(engine: LLMEngine) -> dict[str, Any]:
     return done
 
 
+def ask_until_refused(engine: LLMEngine) -> None:
+    while True:
+        engine.engine_core.call_utility("is_scheduler_paused")
+
+
 def wait_until_gone(pid: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -219,6 +224,20 @@ def test_a_dead_core_is_an_error_everywhere_and_soon() -> None:
     with pytest.raises(EngineDeadError):
         engine.reset_prefix_cache()
     engine.shutdown()
+
+
+def test_a_call_that_reaches_a_core_that_is_ending_is_refused_without_a_stack(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    engine = start(shutdown_timeout=30)
+    engine.add_request("r", [5], greedy(200))
+    engine.step()
+    os.kill(core_pid(engine), signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="Server shutting down"):
+        ask_until_refused(engine)
+    assert drive(engine)["r"].outputs[0].finish_reason == "length"
+    engine.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_defect_of_the_core_is_its_end_and_everybody_hears_of_it() -> None:

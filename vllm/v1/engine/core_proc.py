@@ -209,9 +209,11 @@ class EngineCoreProc:
     def _call_utility(self, frames: Sequence[Frame]) -> None:
         """Answer a call `(client, call id, method, arguments)`; any exception becomes the failure message."""
         client_index, call_id, method, args = self._decoder.decode(frames)
+        if self.shutdown_state is not EngineShutdownState.RUNNING:
+            # Ctrl-C reaches both processes: the front end may ask while the core has begun to end. That is no fault.
+            self._answer(client_index, UtilityOutput(call_id, _describe(RuntimeError("Server shutting down"))))
+            return
         try:
-            if self.shutdown_state is not EngineShutdownState.RUNNING:
-                raise RuntimeError("Server shutting down")
             function = self._utilities.get(method)
             if function is None:
                 raise ValueError(
