@@ -211,7 +211,9 @@ class EngineCoreProc:
         client_index, call_id, method, args = self._decoder.decode(frames)
         if self.shutdown_state is not EngineShutdownState.RUNNING:
             # Ctrl-C reaches both processes: the front end may ask while the core has begun to end. That is no fault.
-            self._answer(client_index, UtilityOutput(call_id, _describe(RuntimeError("Server shutting down"))))
+            self._answer(
+                client_index, UtilityOutput(call_id, _describe(RuntimeError("Server shutting down")))
+            )
             return
         try:
             function = self._utilities.get(method)
