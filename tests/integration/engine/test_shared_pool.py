@@ -124,6 +124,22 @@ def test_a_reset_of_one_engine_empties_the_pool_for_all(start: Start) -> None:
     assert tokens(again) == tokens(fresh)
 
 
+def test_an_idle_engine_tells_what_the_others_changed(start: Start) -> None:
+    first, second = start(multiprocessing=False), start()
+    prompt = prompt_of(100)
+
+    def told() -> tuple[int, int]:
+        host = next(p for p in first.get_kv_cache_report()["pools"] if p["tier"] == "host")
+        return first.lookup_kv_cache(prompt)["cached_tokens"], host["blocks_cached"]
+
+    assert told() == (0, 0)
+    run(second, {"a": prompt})
+    time.sleep(0.3)
+    assert told() == (96, 6)
+    assert second.reset_prefix_cache(reset_connector=True)
+    assert told() == (0, 0)
+
+
 def test_a_pool_left_by_a_killed_engine_serves_the_next(start: Start, pool: str) -> None:
     prompt = prompt_of(200)
     first = start()

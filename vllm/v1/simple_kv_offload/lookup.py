@@ -80,7 +80,8 @@ class Promises:
         """What `lookup` would return; promises, holds and reports nothing."""
         if self._is_closed_to(request) or not self._can_extend(local_tokens):
             return 0
-        return max(0, self._search(request, local_tokens, request.num_tokens - 1 - local_tokens)[1])
+        with self._tier.turn:
+            return max(0, self._search(request, local_tokens, request.num_tokens - 1 - local_tokens)[1])
 
     def accept(self, request: Request, num_tokens: int) -> tuple[LoadPlan, Lease] | None:
         """Turn the promise, or a shorter prefix of it, into a plan and the lease on its blocks.

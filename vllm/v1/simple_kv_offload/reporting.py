@@ -213,9 +213,11 @@ class StatsReporter:
         )
 
     def describe(self, tier: Tier, stores: StoreSide, loads: LoadSide, source: CacheHitSource) -> TierReport:
-        """The tier and its transfers since the start; changes nothing. O(1)."""
+        """The tier and its transfers since the start; changes nothing. O(1), and what other engines have changed."""
+        with tier.turn:
+            pool = describe_pool(tier.pool, source, self._block_bytes)
         return TierReport(
-            pool=describe_pool(tier.pool, source, self._block_bytes),
+            pool=pool,
             mode=self._mode,
             pending_store_blocks=stores.ledger.in_flight,
             transfers=(
