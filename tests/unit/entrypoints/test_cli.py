@@ -390,3 +390,11 @@ def test_an_interrupt_while_the_program_loads_ends_it_in_silence(tmp_path, momen
     )
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"]])
+def test_a_reader_that_goes_away_is_no_reason_for_a_stack(words):
+    program = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()
+        assert child.stderr.read() == b""

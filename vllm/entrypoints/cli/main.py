@@ -5,6 +5,9 @@ Imports next to nothing: from the first moment on an interrupt ends the program 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final, cast
@@ -26,10 +29,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = cast(Callable[[list[str]], int], resolve_object(RUN))
     if argv is not None:
         return run(list(argv))
-    status = run(sys.argv[1:])
+    try:
+        status = run(sys.argv[1:])
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return 1
+    except SystemExit:  # how a parser ends after its help
+        _reader_is_gone()
+        raise
     if sys.argv[1:2] == ["serve"]:
         end_process(status)
     return status
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output goes to a program that has ended, such as `head`; what is left for it is then dropped."""
+    if sys.stdout is None:  # closed by whoever started the program
+        return False
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 if __name__ == "__main__":
