@@ -4,6 +4,7 @@ import pytest
 
 from tests.helpers.fake_engine import Step
 from tests.helpers.http_app import App, says
+from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind
 
 PATH = "/v1/completions"
@@ -177,6 +178,18 @@ async def test_api_06_offsets_count_code_points_and_agree_in_both_forms(tmp_path
     assert logprobs["token_logprobs"][0] is None
     streamed = merged(await app.stream(PATH, **body))
     assert streamed == {"text": whole["text"], **logprobs}
+
+
+async def test_api_06_offsets_stay_within_a_text_that_a_stop_string_cut(tmp_path):
+    """The tokens of the stop string are reported, their text is not."""
+    steps = [Step("f", [102]), Step("oo", [111, 111, 69]), Step("", [78, 68], "stop", "END")]
+    app = App(tmp_path, lambda call, sample: steps)
+    app.engine.position = lambda token: {token: Logprob(-0.5, 1, chr(token))}
+    whole = (await app.complete(logprobs=0, stop=["END"]))["choices"][0]
+    assert (whole["text"], whole["logprobs"]["tokens"]) == ("foo", list("fooEND"))
+    assert whole["logprobs"]["text_offset"] == [0, 1, 2, 3, 3, 3]
+    streamed = merged(await app.stream(PATH, logprobs=0, stop=["END"]))
+    assert streamed["text_offset"] == whole["logprobs"]["text_offset"]
 
 
 async def test_offsets_begin_at_zero_without_echo(app):

@@ -93,6 +93,23 @@ async def test_stream_and_whole_reply_agree(client):
     assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "length"
 
 
+async def test_api_06_offsets_find_the_text_of_every_token_also_behind_bytes_that_are_none(client):
+    unreadable = 0
+    for seed in range(4):
+        body = {"prompt": "hello", "max_tokens": 30, "logprobs": 0, "seed": seed, "echo": seed % 2 == 1}
+        whole = (await ok(client, COMPLETIONS, **body))["choices"][0]
+        text, logprobs = whole["text"], whole["logprobs"]
+        unreadable += text.count("\ufffd")
+        offsets = logprobs["text_offset"]
+        assert offsets == sorted(offsets)
+        for token, offset in zip(logprobs["tokens"], offsets, strict=True):
+            is_special = len(token) > 2 and token[0] + token[-1] == "<>"  # it has no text
+            assert is_special or text.startswith(token, offset)
+        chunks = [chunk["choices"][0] for chunk in await stream(client, COMPLETIONS, **body)]
+        assert flat(chunk["logprobs"]["text_offset"] for chunk in chunks) == offsets
+    assert unreadable > 10
+
+
 async def test_samples_and_seeds(client):
     body = {"prompt": "hello", "n": 3, "max_tokens": 8, "seed": 1, "temperature": 1.0}
     first, second = await ok(client, COMPLETIONS, **body), await ok(client, COMPLETIONS, **body)
@@ -100,7 +117,7 @@ async def test_samples_and_seeds(client):
     assert len({choice["text"] for choice in first["choices"]}) > 1
 
 
-async def test_api_01_stop_strings(client):
+async def test_api_01_and_06_stop_strings(client):
     text = (await ok(client, COMPLETIONS, prompt="hello", max_tokens=20, **GREEDY))["choices"][0]["text"]
     stop = next(
         text[i : i + 2]
@@ -113,6 +130,7 @@ async def test_api_01_stop_strings(client):
             "max_tokens": 20,
             "stop": [stop],
             "include_stop_str_in_output": include,
+            "logprobs": 0,
             **GREEDY,
         }
         whole = (await ok(client, COMPLETIONS, **body))["choices"][0]
@@ -122,6 +140,10 @@ async def test_api_01_stop_strings(client):
         assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", stop)
         assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == ("stop", stop)
         assert all(chunk["text"] for chunk in chunks[:-1])
+        offsets = whole["logprobs"]["text_offset"]
+        assert offsets == flat(chunk["logprobs"]["text_offset"] for chunk in chunks)
+        assert offsets == sorted(offsets)
+        assert offsets[-2:] == [len(text[: text.index(stop)]) + n * include for n in range(2)]
 
 
 async def test_api_04_a_prompt_that_ends_inside_a_character(client, engine):
@@ -168,6 +190,9 @@ async def test_val_07_scoring_a_prompt_of_the_models_length(client, engine):
         0
     ]
     assert full["token_logprobs"][-1] == pytest.approx(top[f"token_id:{ids[-1]}"], abs=1e-4)
+    one = (await ok(client, COMPLETIONS, prompt=ids[:-1], max_tokens=1, **GREEDY))["choices"][0]
+    assert one["finish_reason"] == "length"
+    assert str(limit) in (await refused(client, COMPLETIONS, prompt=ids, max_tokens=1))["message"]
 
 
 BAD = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,16 +80,42 @@ def test_cfg_01_pinning_goes_in_pieces_of_whole_blocks() -> None:
     assert calls == [(1000, 90), (1090, 90), (1180, 90), (1270, 30)]
 
 
-def test_cfg_01_a_piece_that_fails_leaves_nothing_pinned() -> None:
+def test_cfg_01_a_piece_that_fails_is_told_and_leaves_nothing_pinned(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    gib = 1 << 30
     pinned: list[int] = []
+    asked: list[int] = []
 
     def register(at: int, size: int) -> None:
-        if at > 1100:
+        asked.append(size)
+        if at > 1000 + 64 * gib:
             raise RuntimeError("CUDA error 2 (out of memory)")
         pinned.append(at)
 
-    assert not register_in_chunks(1000, 10, 30, register, pinned.remove, 100)
+    rows, row_bytes = 600_000, 1_000_000
+    assert not register_in_chunks(1000, rows, row_bytes, register, pinned.remove)
     assert pinned == []
+    assert max(asked) < 512 * gib, "a single call of 512 GiB fails"
+    assert all(size % row_bytes == 0 for size in asked)
+    (record,) = caplog.records
+    assert f"{asked[-1] / gib:.2f} GiB" in record.getMessage()
+    assert "CUDA error 2 (out of memory)" in record.getMessage()
+
+
+def test_cfg_01_a_driver_that_refuses_leaves_memory_unpinned_and_no_error_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    driver = SimpleNamespace(
+        cuMemHostRegister_v2=lambda *_: calls.append("register") or 1,
+        cuMemHostUnregister=lambda *_: calls.append("unregister") or 0,
+        cuGetErrorString=lambda *_: 0,
+    )
+    monkeypatch.setattr(cuda_mem_ops, "_driver", lambda: driver)
+    assert not pin_tensor(torch.zeros(4, 8))
+    assert calls == ["register"], "the driver's calls return their errors; the runtime keeps none of them"
 
 
 def test_only_contiguous_host_memory_is_pinned() -> None:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector i
     VALID_KV_OFFLOAD_BACKENDS,
     SimpleCPUOffloadConnector,
 )
+from vllm.logger import forget_printed
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -139,13 +140,25 @@ def test_cfg_03_the_connector_refuses_at_start_up() -> None:
         Rig(extra={"cpu_bytes_too_use": 1})
 
 
+def test_cfg_03_the_log_says_what_the_settings_come_to(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("vllm"), "propagate", True)
+        caplog.set_level(logging.INFO)
+        Rig(ranks=2, extra={"cpu_bytes_to_use": "64M"})
+    assert "0.06 GiB in total, 0.03 GiB for each of 2 ranks" in caplog.text
+
+
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 def test_cfg_05_without_prefix_caching_one_warning_and_nothing_else(
     role: KVConnectorRole, warnings: pytest.LogCaptureFixture
 ) -> None:
+    forget_printed()
     config = rig_config(caching=False)
     kv = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer0"], full())])
-    connector = SimpleCPUOffloadConnector(config, role, kv)
+    for _ in range(2):
+        connector = SimpleCPUOffloadConnector(config, role, kv)
+    assert warnings.text.count("inactive") == 1, "said once per process"
+    assert "--enable-prefix-caching" in warnings.text
     assert connector.scheduler_manager is None
     assert connector.worker_handler is None
     request = Rig().make_request(prompt(9))
@@ -177,7 +190,7 @@ def test_cfg_05_without_prefix_caching_one_warning_and_nothing_else(
     connector.unregister_kv_caches()
     connector.restore_kv_caches()
     connector.shutdown()
-    assert warnings.text.count("inactive") <= 1, "said at most once per process"
+    assert warnings.text.count("inactive") == 1
 
 
 def config_of(num_blocks: int = 16) -> KVCacheConfig:

@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.render import RenderedPrompt
 from vllm.entrypoints.openai.serving_base import LOGPROB_MIN, are_many, weight_versions_body
 from vllm.logprobs import LogprobsOnePosition
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.detokenizer import REPLACEMENT
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,26 @@ class ChoiceFormat:
 class LogprobsWriter:
     """Turns positions into the parallel lists of the reply; remembers the offset of the next token's text.
 
-    `first_text`: text of the first prompt token, which has no log probability and so comes without its text.
+    `first_text`: text of the first prompt token, which has no log probability and so comes without its text. `_tail`:
+    the end of the shown text, from `_tail_start` on.
     """
 
     form: ChoiceFormat
     first_text: str = ""
     offset: int = 0
+    _tail: str = ""
+    _tail_start: int = 0
+
+    def show(self, text: str) -> None:
+        """Note text of the reply, before its tokens are written."""
+        done = self.offset - self._tail_start
+        self._tail_start += min(done, len(self._tail))
+        self._tail = self._tail[done:] + text
+
+    def end(self, body: CompletionLogProbs) -> None:
+        """The reply is complete: tokens whose text is not shown, as those of a stop string, stand at its end."""
+        length = self._tail_start + len(self._tail)
+        body.text_offset = [min(offset, length) for offset in body.text_offset]
 
     def write(
         self,
@@ -70,8 +85,13 @@ class LogprobsWriter:
         for token_id, position in zip(token_ids, positions, strict=False):
             entry = position.get(token_id) if position else None
             text = self.first_text if entry is None else entry.decoded_token or ""
+            shows = bool(text) and token_id not in self.form.special_ids
+            if shows and not text.startswith(REPLACEMENT):
+                # Bytes that are no character are shown as replacements, but are no text of their tokens.
+                while self._tail.startswith(REPLACEMENT, self.offset - self._tail_start):
+                    self.offset += 1
             body.text_offset.append(self.offset)
-            if token_id not in self.form.special_ids:
+            if shows:
                 self.offset += len(text)
             body.tokens.append(self._name(token_id, text))
             body.token_logprobs.append(None if entry is None else max(entry.logprob, LOGPROB_MIN))
@@ -167,8 +187,11 @@ class ChoiceBuilder:
         if echoed:
             choice.text = self.text_of_prompt + text
             positions += self._write_prompt(logprobs, output)
-        positions += self._write_output(logprobs)
         if self.form.logprobs is not None:
+            self._writer.show(text)
+            positions += self._write_output(logprobs)
+            if completion.finish_reason is not None:
+                self._writer.end(logprobs)
             logprobs.top_logprobs = self._writer.tops(positions)
             choice.logprobs = logprobs
         if self.form.token_ids:
@@ -182,6 +205,7 @@ class ChoiceBuilder:
         self, body: CompletionLogProbs, output: RequestOutput
     ) -> Sequence[LogprobsOnePosition | None]:
         positions: Sequence[LogprobsOnePosition | None] = []
+        self._writer.show(self.text_of_prompt)
         if self.form.logprobs is not None and output.prompt_logprobs is not None:
             # Special tokens of the prompt are part of an echoed text only if the text was given with them.
             positions = list(output.prompt_logprobs)[: len(self.prompt.token_ids)]
