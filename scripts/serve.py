@@ -35,6 +35,8 @@ def port_is_free(host: str, port: int) -> bool:
             probe.bind((host, port))
         except OSError as error:
             return error.errno != errno.EADDRINUSE
+        except OverflowError:
+            return True  # no port at all: the server says what may be one
     return True
 
 

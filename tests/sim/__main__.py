@@ -31,6 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant this bug")
     parser.add_argument("--shrink", action="store_true", help="shorten a failure and keep it as a regression")
     options = parser.parse_args(arguments)
+    for name in ("seeds", "ticks", "jobs"):
+        # Nothing that is run is nothing that fails: it would look clean.
+        if vars(options)[name] < 1:
+            parser.error(f"--{name} must be at least 1, got {vars(options)[name]}")
     console = Console()
     if options.seed is not None:
         return _run_one(console, options)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim.__main__ import main
 from tests.sim.batch import first_failure, run_batch
 from tests.sim.driver import replay, run_seed
 from tests.sim.marks import MARKS
@@ -50,3 +51,10 @@ def test_a_run_is_a_function_of_its_seed() -> None:
     first, second = run_seed(7, 120), run_seed(7, 120)
     assert first.actions == second.actions
     assert first.marks == second.marks
+
+
+@pytest.mark.parametrize("flag", ["--seeds", "--ticks", "--jobs"])
+def test_a_run_of_nothing_is_refused_instead_of_clean(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([flag, "0"])
+    assert f"{flag} must be at least 1, got 0" in capsys.readouterr().err

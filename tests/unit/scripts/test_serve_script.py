@@ -42,6 +42,11 @@ def test_a_taken_http_port_is_an_error(free_port: int, capsys: pytest.CaptureFix
     assert f"port {free_port} of 127.0.0.1 is in use" in capsys.readouterr().err
 
 
+def test_what_is_no_port_is_left_to_the_server_to_refuse() -> None:
+    assert serve.port_is_free("127.0.0.1", 99_999)
+    assert serve.port_is_free("127.0.0.1", -1)
+
+
 def test_the_printed_request_is_greedy_and_bounded() -> None:
     body = serve.example_body("m")
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0, 64)
