@@ -230,6 +230,8 @@ class KVCacheSpec:
     @abstractmethod
     def max_memory_usage_bytes(self, vllm_config: SizingContext) -> int:
         """The most bytes that one request of `max_model_len` tokens needs in this layer."""
+        # Specs are plain classes, so nobody else tells the author of a kind what is missing.
+        raise NotImplementedError(f"{type(self).__name__} must say its max_memory_usage_bytes")
 
     def max_blocks_per_request(self, vllm_config: SizingContext) -> int:
         """The most blocks of the pool that one request of `max_model_len` tokens holds for this kind."""
