@@ -21,7 +21,7 @@ from benchmarks.offload_copies import GOAL_PAGE_BYTES, copy_speeds
 from benchmarks.offload_engines import LoadWatch, Model, dense_model, hybrid_model
 from benchmarks.offload_throughput import throughput, throughput_table
 from benchmarks.offload_workloads import Scale, fleet, talks, ttft_by_length, working_set_blocks
-from benchmarks.report import RESULTS, Panel, Table, machine, today, write_document
+from benchmarks.report import Panel, Table, machine, results_folder, today, write_document
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 FULL = Scale(
@@ -275,12 +275,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="tiny models and sizes; the numbers mean nothing"
     )
     parser.add_argument("--rounds", type=int, help="of the parts with servers, instead of the usual numbers")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of offload.{md,json,png}")
+    parser.add_argument("--out", type=Path, help="folder of offload.{md,json,png}")
     args = parser.parse_args(arguments)
+    folder_out = results_folder(args.out, args.quick)
     with tempfile.TemporaryDirectory(prefix="bench-offload-") as folder:
         data = measure(args.quick, args.rounds, Path(folder))
-    write_document(args.out, "offload", intro(data), tables(data), panels(data), data)
-    print((args.out / "offload.md").read_text())
+    write_document(folder_out, "offload", intro(data), tables(data), panels(data), data)
+    print((folder_out / "offload.md").read_text())
     return 0
 
 

@@ -28,7 +28,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import bench_core
-from benchmarks.report import RESULTS, Measurement, write_report
+from benchmarks.report import Measurement, results_folder, write_report
 from examples.serving import free_port, offload_flags
 from scripts.demo_model import resolve_model
 
@@ -295,7 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model and sizes; the numbers mean nothing"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of serving.{md,json,png}")
+    parser.add_argument("--out", type=Path, help="folder of serving.{md,json,png}")
     args = parser.parse_args(arguments)
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
@@ -321,7 +321,15 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     model = "a tiny random model" if args.quick else "SmolLM2-135M-Instruct"
     title = f"Serving {model}, {args.dtype}, median of {args.rounds} alternating rounds"
-    write_report("serving", title, rows, {RATE_FIGURE}, args.out, notes(args, load), results)
+    write_report(
+        "serving",
+        title,
+        rows,
+        {RATE_FIGURE},
+        results_folder(args.out, args.quick),
+        notes(args, load),
+        results,
+    )
     return 0
 
 

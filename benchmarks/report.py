@@ -23,6 +23,11 @@ from matplotlib import pyplot as plt
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
+def results_folder(wanted: Path | None, quick: bool) -> Path:
+    """Where a benchmark writes. Runs whose numbers mean nothing have a folder beside the kept results."""
+    return wanted or (RESULTS / "quick" if quick else RESULTS)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One figure, by engine or variant. Values of one measurement share a unit, named in `name`."""

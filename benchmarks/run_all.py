@@ -1,7 +1,8 @@
 """`make bench`: the benchmarks in turn, or the chosen ones, each with the options that mean something to it.
 
 `make bench ARGS='list'` names them; `make bench ARGS='--only serving --rounds 3 --peer-python PYTHON'` chooses.
-Each prints its tables; those of core (with a peer), offload and serving also write tables and plots below benchmarks/results/.
+Each prints its tables; those of core (with a peer), offload and serving also write tables and plots below benchmarks/results/,
+with --quick below benchmarks/results/quick/.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run_all
+from benchmarks.report import RESULTS, results_folder
 
 SCRIPT = Path(run_all.__file__)
 
@@ -96,3 +97,9 @@ def test_every_script_takes_what_it_is_given(benchmark: run_all.Benchmark) -> No
     assert done.returncode == 0, done.stderr
     told = done.stdout
     assert all(word in told for word in command if word.startswith("--"))
+
+
+def test_numbers_that_mean_nothing_never_replace_the_kept_results(tmp_path: Path) -> None:
+    assert results_folder(None, quick=True) == RESULTS / "quick"
+    assert results_folder(None, quick=False) == RESULTS
+    assert results_folder(tmp_path, quick=True) == tmp_path
