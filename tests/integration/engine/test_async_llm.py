@@ -110,6 +110,8 @@ async def test_sch_13_disconnecting_from_n_4_again_and_again(engine: AsyncLLM) -
             if seen == 3:
                 break
         await generator.aclose()
+        report = await engine.reset_prefix_cache_detailed()  # reaches the core behind the abort
+        assert report["requests_running"] == 0, "no sample runs on"
     assert not engine.output_processor.parent_requests
 
 

@@ -20,7 +20,7 @@ async def post(app, path, body=None):
     return reply.json() if reply.content else None
 
 
-async def test_reset_reports_success_reason_and_counts(app):
+async def test_pfx_15_reset_reports_success_reason_and_counts(app):
     app.engine.answers["reset_prefix_cache_detailed"] = {
         "success": False,
         "reason": "2 blocks in use",

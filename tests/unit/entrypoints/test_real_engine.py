@@ -211,7 +211,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_bad_input_is_400_and_others_go_on(client, case, streamed):
+async def test_val_01_and_03_bad_input_is_400_and_others_go_on(client, case, streamed):
     fields, word = BAD[case]
     good = asyncio.create_task(ok(client, COMPLETIONS, prompt="hello", max_tokens=10, **GREEDY))
     reply = await client.post(COMPLETIONS, json={"prompt": "x", "stream": streamed, **fields})

@@ -135,7 +135,7 @@ def test_what_cannot_be_shared_is_refused(folder: Path, changes: dict[str, Any],
         check_shareable(config(**changes), "pool")
 
 
-def test_a_machine_without_shared_memory_is_told_before_the_model_is_loaded(
+def test_cfg_06_a_machine_without_shared_memory_is_told_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_host, "DEFAULT_FOLDER", str(tmp_path / "none"))
@@ -143,7 +143,7 @@ def test_a_machine_without_shared_memory_is_told_before_the_model_is_loaded(
         check_shareable(config(), "pool")
 
 
-def test_too_little_shared_memory_is_told_before_the_model_is_loaded(
+def test_cfg_06_too_little_shared_memory_is_told_before_the_model_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = SimpleNamespace(f_bavail=100, f_frsize=4096)
