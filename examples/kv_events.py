@@ -5,6 +5,7 @@ Run it against a server started with `--kv-events-config`: `python examples/kv_e
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 from collections import Counter
@@ -136,7 +137,11 @@ def rebuild(batches: list[tuple[int, list[Any]]]) -> CacheIndex:
 
 def main() -> None:
     """Prints every event of a publisher until interrupted."""
-    subscriber = Subscriber(sys.argv[1] if len(sys.argv) > 1 else "tcp://127.0.0.1:5557")
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("endpoint", nargs="?", default="tcp://127.0.0.1:5557")
+    endpoint = parser.parse_args().endpoint
+    subscriber = Subscriber(endpoint)
+    print(f"waiting for events of {endpoint}; Ctrl-C ends", file=sys.stderr)
     shown = 0
     try:
         while True:
@@ -144,7 +149,7 @@ def main() -> None:
                 for event in events:
                     hashes = event.get("block_hashes", [])
                     place = f"{event.get('medium', '')} group {event.get('group_idx')}"
-                    print(f"{sequence:6d} {event['type']:16s} {place} {len(hashes)} block(s)")
+                    print(f"{sequence:6d} {event['type']:16s} {place} {len(hashes)} block(s)", flush=True)
                 shown += 1
             subscriber._stopped.wait(0.1)
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -200,7 +201,8 @@ def main() -> int:
             "--dtype",
             "float32",
         ]
-        print(f"starting: vllm serve {model} {' '.join(flags)} --max-model-len {MAX_MODEL_LEN}", flush=True)
+        command = ["vllm", "serve", str(model), *flags, "--max-model-len", str(MAX_MODEL_LEN)]
+        print(f"starting: {shlex.join(command)}", flush=True)
         with serve(model, *flags, "--max-model-len", str(MAX_MODEL_LEN)) as server:
             print("ready; sending one prompt through both tiers", flush=True)
             rows = roundtrip(server)
