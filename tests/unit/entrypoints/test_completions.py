@@ -311,7 +311,15 @@ async def test_val_06_message_names_the_limit_the_prompt_and_the_request(app):
 
 @pytest.mark.parametrize(
     ("length", "max_tokens", "status"),
-    [(2047, 1, 200), (2048, 1, 400), (2049, 1, 400), (2048, 0, 200), (2049, 0, 400)],
+    [
+        (2047, 1, 200),
+        (2047, None, 200),
+        (2048, 1, 400),
+        (2048, None, 400),
+        (2049, 1, 400),
+        (2048, 0, 200),
+        (2049, 0, 400),
+    ],
 )
 async def test_val_07_prompts_round_the_models_length(app, length, max_tokens, status):
     reply = await app.post(PATH, {"prompt": [5] * length, "max_tokens": max_tokens})

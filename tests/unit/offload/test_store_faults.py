@@ -228,8 +228,9 @@ def test_store_06_other_identities_never_hit_below_the_device(case: str) -> None
 
 def test_store_07_processes_started_apart_derive_the_same_keys() -> None:
     script = (
-        "from tests.helpers.kv_core import lora, request\n"
-        "made = [request('r', range(33), cache_salt='s'), request('r', range(33), lora_request=lora('n', 1, '/p'))]\n"
+        "from tests.helpers.kv_core import image, lora, request\n"
+        "kinds = [{}, {'cache_salt': 's'}, {'lora_request': lora('n', 1, '/p')}, {'mm_features': [image('cat', 2, 4)]}]\n"
+        "made = [request('r', range(33), **kind) for kind in kinds]\n"
         "print([h.hex() for r in made for h in r.block_hashes], hash('text'))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
@@ -243,7 +244,7 @@ def test_store_07_processes_started_apart_derive_the_same_keys() -> None:
     ]
     keys, salts = zip(*(output.decode().rsplit(maxsplit=1) for output in outputs), strict=True)
     assert keys[0] == keys[1]
-    assert keys[0].count(",") == 3
+    assert len(set(keys[0].strip("[]").split(", "))) == 8, "two blocks of each kind"
     assert salts[0] != salts[1], "the interpreters were salted differently"
 
 
