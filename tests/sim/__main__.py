@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 
 from rich.console import Console
@@ -15,9 +16,10 @@ from tests.sim.mutants import MUTANTS
 from tests.sim.shrink import shrink_and_save
 
 
-def replay_command(seed: int, ticks: int) -> str:
-    """The one command that repeats a failure."""
-    return f"python -m tests.sim --seed {seed} --ticks {ticks}"
+def replay_command(seed: int, ticks: int, mutant: str | None = None) -> str:
+    """The one command that repeats a failure, also that of a planted bug."""
+    planted = f" --mutant {shlex.quote(mutant)}" if mutant else ""
+    return f"python -m tests.sim --seed {seed} --ticks {ticks}{planted}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,11 +71,11 @@ def _run_many(console: Console, options: argparse.Namespace) -> int:
                 progress.console.print(f"[red]seed {result.seed}[/red]: {result.failure}", highlight=False)
 
         summary = run_batch(seeds, options.ticks, options.jobs, mutant=options.mutant, on_seed=on_seed)
-    _print_summary(console, summary, options.ticks)
+    _print_summary(console, summary, options)
     return 1 if summary.failures else 0
 
 
-def _print_summary(console: Console, summary: Summary, ticks: int) -> None:
+def _print_summary(console: Console, summary: Summary, options: argparse.Namespace) -> None:
     console.print(
         f"{summary.seeds} seeds, {summary.ticks} ticks, {summary.requests} requests, "
         f"{summary.seconds:.0f} s ({summary.ticks / max(summary.seconds, 1e-9):.0f} ticks/s)"
@@ -87,7 +89,7 @@ def _print_summary(console: Console, summary: Summary, ticks: int) -> None:
         console.print(f"[red]{code}: {count} seeds[/red]")
     for seed, message in summary.failures[:10]:
         console.print(f"[red]seed {seed}[/red]: {message}", highlight=False)
-        console.print(f"    {replay_command(seed, ticks)}", highlight=False)
+        console.print(f"    {replay_command(seed, options.ticks, options.mutant)}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,9 @@ def test_a_run_of_nothing_is_refused_instead_of_clean(flag: str, capsys: pytest.
     with pytest.raises(SystemExit):
         main([flag, "0"])
     assert f"{flag} must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_the_command_under_a_failure_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "4", "--jobs", "1", "--mutant", "lose an event"]) == 1
+    command = next(line for line in capsys.readouterr().out.splitlines() if "python -m tests.sim" in line)
+    assert main(shlex.split(command)[3:]) == 1
