@@ -316,6 +316,19 @@ def test_pfx_09_at_least_one_token_is_scheduled_after_a_full_hit(specs: list[Any
     driver.assert_at_rest()
 
 
+@pytest.mark.parametrize("load_async", [False, True])
+@pytest.mark.parametrize("length", [4, 5, 8, 16])
+def test_pfx_09_a_load_of_the_whole_prompt_leaves_a_token_to_compute(length: int, load_async: bool) -> None:
+    driver, connector, _ = with_connector(40, load_async=load_async)
+    connector.offers_all = True
+    connector.remember(prompt(length))
+    driver.add("a", prompt(length), max_tokens=2)
+    driver.run(20)
+    assert driver.outputs["a"] == expected_output(prompt(length), 2)
+    assert driver.steps[0].total_num_scheduled_tokens > 0 or load_async
+    driver.assert_at_rest()
+
+
 @pytest.mark.parametrize("looks_ahead", [False, True])
 def test_pfx_12_requests_sharing_blocks_of_a_failed_load_go_back_together(looks_ahead: bool) -> None:
     driver, connector, loads = with_connector(60, load_async=False, looks_ahead=looks_ahead)
