@@ -19,6 +19,7 @@ from tests.helpers.faulty_executors import DEADLY, POISON, SLOW_STORE_S
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.core_io import Arrival
+from vllm.v1.engine.core_main import CoreStart
 from vllm.v1.engine.core_proc import EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
@@ -339,3 +340,18 @@ def test_utility_calls_report_failures_as_text(shared: LLMEngine) -> None:
         engine.pause_generation("x")
     assert engine.get_supported_tasks() == ("generate",)
     assert run(engine, {"r": [5]})["r"].finished
+
+
+def test_a_core_whose_front_end_dies_before_it_answers_ends_too(tmp_path: Path) -> None:
+    config = engine_args().create_engine_config()
+    start = CoreStart(config, None, False, 0, f"ipc://{tmp_path}/sockets/handshake", os.getpid())
+    message = pickle.dumps(start)
+    command = [sys.executable, "-m", "vllm.v1.engine.core_main"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        try:
+            assert child.stdin is not None
+            child.stdin.write(len(message).to_bytes(8, "little") + message)
+            child.stdin.close()
+            assert child.wait(60) == 1
+        finally:
+            child.kill()

@@ -88,6 +88,9 @@ def run_core(start: CoreStart, parent_pipe: int) -> int:
 
     `parent_pipe`: a descriptor that reads end-of-file when the parent is gone.
     """
+    watched: list[EngineCoreProc] = []
+    # From the first: a parent that dies while the model is loaded leaves nobody who would end this process.
+    _watch_parent(watched, parent_pipe, start)
     handshake = Handshake(start.handshake_address, start.engine_index)
     try:
         addresses = handshake.addresses()
@@ -102,7 +105,7 @@ def run_core(start: CoreStart, parent_pipe: int) -> int:
         handshake.close()
         return 1
     with _signals(core):
-        _watch_parent(core, parent_pipe, start)
+        watched.append(core)
         core.connect(addresses)
         handshake.say("READY", resolved=resolved_settings(start.vllm_config))
         handshake.close()
@@ -141,8 +144,11 @@ def _signals(core: EngineCoreProc) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _watch_parent(core: EngineCoreProc, parent_pipe: int, start: CoreStart) -> None:
-    """Start a thread that ends the core when its parent is gone, and removes the socket folder in its stead."""
+def _watch_parent(watched: list[EngineCoreProc], parent_pipe: int, start: CoreStart) -> None:
+    """Start a thread that ends this process when its parent is gone, and removes the socket folder in its stead.
+
+    `watched`: the core, which is asked first, once it is there.
+    """
 
     def watch() -> None:
         while os.getppid() == start.parent_pid:
@@ -151,8 +157,9 @@ def _watch_parent(core: EngineCoreProc, parent_pipe: int, start: CoreStart) -> N
                 break
         logger.warning("The front end is gone; the engine core ends.")
         shutil.rmtree(Path(start.handshake_address.removeprefix("ipc://")).parent, ignore_errors=True)
-        core.request_shutdown()
-        threading.Event().wait(ORPHAN_GRACE_S)
+        for core in watched:
+            core.request_shutdown()
+            threading.Event().wait(ORPHAN_GRACE_S)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
