@@ -70,6 +70,9 @@ def test_pfx_16_a_match_at_the_head_of_the_free_queue_is_claimed_before_anything
     rig.evict_device()
     matched = rig.add(prompt(9), max_tokens=2)
     rival = rig.add(prompt(9, seed=1), max_tokens=2)  # its stores would take the very slots
+    assert rig.manager.tier.num_stageable == 2
+    assert rig.manager.get_num_new_matched_tokens(matched, 0)[0] == 8
+    assert rig.manager.tier.num_stageable == 0, "claimed with the answer"
     while rig.scheduler.has_requests():
         rig.step()
         check_pools(rig)
@@ -87,6 +90,7 @@ def test_pfx_16_what_is_being_loaded_is_not_given_to_others_meanwhile() -> None:
     rival = rig.add(prompt(9, seed=1), max_tokens=2)
     for _ in range(5):
         rig.step(copies=False)
+        assert rig.manager.tier.num_stageable == 0, "the load still reads both"
         rig.mover().release(loads=False)  # stores overtake the load
     rig.run()
     assert matched.num_cached_tokens == 8
