@@ -1,5 +1,6 @@
 """A tiny model, the core in this process: text, caches, tiers, n > 1, failures of single requests."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -212,6 +213,7 @@ def test_pfx_13_prompt_logprobs_do_not_depend_on_the_cache() -> None:
     ):
         assert one is not None
         assert two is not None
+        assert math.isfinite(one[token].logprob)
         assert one[token].logprob == pytest.approx(two[token].logprob, abs=1e-4)
     uncached = start(enable_prefix_caching=False)
     cold = run(uncached, {"a": prompt}, greedy(prompt_logprobs=1))["a"].prompt_logprobs

@@ -339,3 +339,11 @@ async def test_errors_in_streams(tmp_path):
 async def test_without_a_tokenizer_there_is_no_chat(tmp_path):
     app = App(tmp_path, says("x"), ["--tokens-only"])
     assert (await app.error(PATH, {"messages": HI}))["code"] == 400
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_val_06_message_names_the_limit_and_the_request(tmp_path, field):
+    app = App(tmp_path, says("a"))
+    error = await app.error(PATH, {"messages": [{"role": "user", "content": "hi"}], field: 2047})
+    assert error["param"] == field
+    assert all(number in error["message"] for number in ("2048", "2047"))
