@@ -72,7 +72,7 @@ class Run(Killable, SharedRun, StepMarks):
         self.consumer = Consumer(self.world.publisher)
         self.seen_entries: dict[str, list[tuple[int, BlockHashWithGroupId]]] = {}
         self.idle_steps = 0
-        self._writes: dict[int, dict[str, set[int]]] = {}
+        self._writes: dict[int, dict[str, dict[int, int]]] = {}
         self.asked: dict[str, int] = {}
         if self.world.connector is not None:
             watch_promises(self, self.world.connector)
@@ -80,8 +80,8 @@ class Run(Killable, SharedRun, StepMarks):
     # --- views ----------------------------------------------------------------------------------------------------
 
     def written_blocks(self, step: Step) -> dict[str, set[int]]:
-        """Device blocks that a scheduled step writes, by request."""
-        return self._writes.get(id(step), {})
+        """Device blocks that a scheduled step may write, by request."""
+        return {request_id: set(ends) for request_id, ends in self._writes.get(id(step), {}).items()}
 
     def live(self) -> list[Truth]:
         """Requests whose client still waits."""
@@ -215,7 +215,8 @@ class Run(Killable, SharedRun, StepMarks):
                     self.marks.hit("preempt with a store in flight")
         self.mark_step(output)
 
-    def _plan_writes(self, output: SchedulerOutput) -> dict[str, set[int]]:
+    def _plan_writes(self, output: SchedulerOutput) -> dict[str, dict[int, int]]:
+        """By request: block → where the positions end that the step may write in it."""
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -224,16 +225,29 @@ class Run(Killable, SharedRun, StepMarks):
             tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             start, end = starts[request_id], starts[request_id] + count
             start = max(0, start - self.params.num_spec_tokens * self.params.depth)  # drafts may be refused
-            blocks: set[int] = set()
+            ends: dict[int, int] = {}
             for group, table in zip(self.worker.groups, tables, strict=True):
-                first, last = start // group.block_size, (end - 1) // group.block_size
+                size = group.block_size
+                first, last = start // size, (end - 1) // size
                 if isinstance(group, RingGroup | HotGroup):
                     first, last = 0, len(table) - 1
                 elif isinstance(group, StateGroup):
                     first = last
-                blocks |= {block for block in table[first : last + 1] if block}
-            writes[request_id] = blocks
+                by_position = not isinstance(group, RingGroup | HotGroup | StateGroup)
+                for column in range(first, min(last + 1, len(table))):
+                    if table[column]:
+                        ends[table[column]] = min((column + 1) * size, end) if by_position else end
+            writes[request_id] = ends
         return writes
+
+    def _narrow_writes(self, step: Step) -> None:
+        """A step has told how many drafts were right: later ones write nothing before what is confirmed now."""
+        for request_id in step.output.num_scheduled_tokens:
+            confirmed = self.requests[request_id].num_confirmed_tokens
+            for later in self.steps:
+                ends = self._writes[id(later)].get(request_id, {})
+                for block in [block for block, end in ends.items() if end <= confirmed]:
+                    del ends[block]
 
     def _check_step(self, output: SchedulerOutput) -> None:
         """I8 for one step, and I10's idle steps."""
@@ -305,6 +319,7 @@ class Run(Killable, SharedRun, StepMarks):
         masks = self.scheduler.get_grammar_bitmask(step.output)
         messages = self.scheduler.update_from_output(step.output, combined)
         check_masks(masks, step.output, messages.values())
+        self._narrow_writes(step)
         self._take(messages)
         if self.params.num_spec_tokens and not self.params.async_scheduling:
             self.scheduler.update_draft_token_ids(self.worker.all_drafts())
