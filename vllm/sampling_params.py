@@ -172,9 +172,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 )
         elif self.temperature < MIN_TEMPERATURE:
             logger.warning_once(
-                "temperature below %s is raised to it: smaller values overflow", MIN_TEMPERATURE
+                "temperature below %s is raised to it, since smaller values overflow, and takes the likeliest token",
+                MIN_TEMPERATURE,
             )
-            self.temperature = MIN_TEMPERATURE
+            # As good as greedy was asked for; logits that lie close together would still be drawn from at the minimum.
+            self.temperature, self.top_k = MIN_TEMPERATURE, 1
         self._all_stop_token_ids.update(cast(list[int], self.stop_token_ids))
         if self.skip_reading_prefix_cache is None:
             wants_prompt = self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None

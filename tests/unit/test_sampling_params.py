@@ -87,7 +87,9 @@ def test_greedy_has_neutral_sampling_fields_and_one_sample():
 
 
 def test_val_10_tiny_temperature_is_raised_so_that_logits_stay_finite():
-    assert SamplingParams(temperature=1e-4).temperature == 0.01
+    raised = SamplingParams(temperature=1e-4, top_k=7)
+    assert (raised.temperature, raised.top_k) == (0.01, 1)
+    assert SamplingParams(temperature=0.01, top_k=7).top_k == 7
     assert SamplingParams(temperature=1e-6).sampling_type is SamplingType.GREEDY
 
 

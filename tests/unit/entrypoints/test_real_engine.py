@@ -221,11 +221,12 @@ async def test_val_01_and_03_bad_input_is_400_and_others_go_on(client, case, str
     assert (await good)["usage"]["completion_tokens"] == 10
 
 
-async def test_val_10_tiny_temperature_is_finite(client):
-    body = await ok(
-        client, COMPLETIONS, prompt="hello", max_tokens=5, temperature=1e-4, logprobs=0, ignore_eos=True
-    )
+async def test_val_10_tiny_temperature_is_finite_and_acts_greedy(client):
+    asked = {"prompt": "hello", "max_tokens": 24, "logprobs": 0, "ignore_eos": True, "seed": 5}
+    body = await ok(client, COMPLETIONS, temperature=1e-4, **asked)
     assert all(value > -100 for value in body["choices"][0]["logprobs"]["token_logprobs"])
+    greedy = await ok(client, COMPLETIONS, temperature=0, **asked)
+    assert body["choices"][0]["text"] == greedy["choices"][0]["text"]
 
 
 async def test_structured_answers(client):
