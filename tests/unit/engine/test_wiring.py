@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -101,3 +102,19 @@ def test_good_settings_of_children_come_as_far_as_the_model() -> None:
     config = engine_config(kv_transfer_config=nested({"connectors": [nested({"connectors": children})]}))
     with pytest.raises(AssertionError, match="the model was loaded"):
         build_engine(config, cast(type[Executor], no_executor), log_stats=False, progress=lambda _: None)
+
+
+@pytest.mark.parametrize("mode", [{"disk_tier": True}, {"kv_offload_backend": "disk"}])
+def test_a_disk_path_in_no_folder_is_told_before_the_model_is_loaded(
+    mode: dict[str, Any], tmp_path: Path
+) -> None:
+    def build(path: Path) -> None:
+        extra = {"cpu_bytes_to_use": 1 << 20, "disk_path": str(path), **mode}
+        transfer = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+        config = engine_config(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})
+        build_engine(config, cast(type[Executor], no_executor), log_stats=False, progress=lambda _: None)
+
+    with pytest.raises(ValueError, match=r"disk_path: .*missing is not a folder that exists"):
+        build(tmp_path / "missing" / "kv")
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        build(tmp_path / "kv")

@@ -14,6 +14,7 @@ from vllm.utils.clock import Clock
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.simple_kv_offload.copy_backends.base import Regions, bytes_per_block
 from vllm.v1.simple_kv_offload.copy_backends.disk import DiskBackend
+from vllm.v1.simple_kv_offload.copy_backends.disk_file import refuse_place
 from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
 
 logger = init_logger(__name__)
@@ -27,6 +28,11 @@ Streams = tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]
 def _stem(disk_path: str) -> str:
     """The beginning of the files' names: the path itself, or, if that is a folder, a name in it."""
     return os.path.join(disk_path, FILE_STEM) if os.path.isdir(disk_path) else disk_path
+
+
+def check_disk_path(disk_path: str) -> None:
+    """`ValueError` naming `disk_path` if no file can be made there; its size is checked when the model is known."""
+    refuse_place(_stem(disk_path), num_bytes=0)
 
 
 def disk_file_path(disk_path: str, vllm_config: VllmConfig | None) -> str:

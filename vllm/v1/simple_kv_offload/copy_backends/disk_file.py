@@ -195,11 +195,8 @@ def lock_file(fd: int, patience_s: float) -> None:
         time.sleep(_LOCK_POLL_S)
 
 
-def check_place(path: str, num_bytes: int) -> None:
-    """`ValueError` naming the setting if no file of ``num_bytes`` can ever be made at ``path``.
-
-    Less free space than that is only told: the file grows as it is used, and stores that find no room fail alone.
-    """
+def refuse_place(path: str, num_bytes: int) -> None:
+    """`ValueError` naming the setting if no file of ``num_bytes`` can ever be made at ``path``."""
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise ValueError(f"disk_path: {folder} is not a folder that exists")
@@ -211,9 +208,19 @@ def check_place(path: str, num_bytes: int) -> None:
             f"disk_path: {folder} has room for {space.total} bytes in all, the tier is to have {num_bytes}; "
             "lower disk_capacity_bytes"
         )
-    if num_bytes > space.free:
+
+
+def check_place(path: str, num_bytes: int) -> None:
+    """As `refuse_place`; less free space than that is only told.
+
+    The file grows as it is used, and stores that find no room fail alone.
+    """
+    refuse_place(path, num_bytes)
+    folder = os.path.dirname(path) or "."
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
         logger.warning(
-            "KV offload: %d bytes are free in %s, the tier may grow to %d.", space.free, folder, num_bytes
+            "KV offload: %d bytes are free in %s, the tier may grow to %d.", free, folder, num_bytes
         )
 
 

@@ -34,6 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import check_shareable, join_shared_pool
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
+from vllm.v1.simple_kv_offload.disk_backend import check_disk_path
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import KeptInventory, KeptOrder, SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadPromMetrics, SimpleCPUOffloadStats
@@ -106,6 +107,8 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer_config is not None:
             extra = transfer_config.kv_connector_extra_config
             options = cls._read_options(extra, vllm_config.parallel_config.world_size, None)
+            if options.disk_path is not None:
+                check_disk_path(options.disk_path)
             if options.shared_pool is not None and vllm_config.cache_config.enable_prefix_caching:
                 # With a number of blocks, the bytes are known only when the cache has been laid out.
                 num_bytes = options.cpu_bytes_server_wide if options.num_cpu_blocks is None else None
