@@ -288,7 +288,10 @@ class ResidentGroup(RowGroup):
 
 
 class HotGroup(Group):
-    """A fixed share of blocks that the request fills in every step."""
+    """A fixed share of blocks that the request fills in every step.
+
+    Its rows say whose they are, not what: equal requests must not share either, and it is theirs with nonsense too.
+    """
 
     def write(self, memory: Memory, rows: Rows) -> None:
         spec, table = self.spec, rows.tables[self.group_id]
@@ -299,17 +302,20 @@ class HotGroup(Group):
             f"{rows.request_id} has scratch {table}, expected {spec.blocks_per_request} blocks",
         )
         for index, block in enumerate(table):
-            stamp = rows.stamp(self.group_id, rows.end, self.shard) + index
-            memory.page(block).write(self.group_id, 1, 0, stamp)
+            memory.page(block).write(self.group_id, 1, 0, self._owner(rows, index))
 
     def read(self, memory: Memory, rows: Rows) -> None:
         for index, block in enumerate(rows.tables[self.group_id]):
             got = memory.page(block).read(self.group_id, 0)
             require(
-                got == rows.stamp(self.group_id, rows.end, self.shard) + index,
+                got == self._owner(rows, index),
                 "I6",
                 f"{rows.request_id} shares block {block} of its scratch",
             )
+
+    @staticmethod
+    def _owner(rows: Rows, index: int) -> int:
+        return int.from_bytes(f"{rows.request_id} {index}".encode())
 
 
 def make_groups(

@@ -24,6 +24,7 @@ from vllm.v1.core.block_retention import BlockRetention
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
+from vllm.v1.core.kv_kinds.circular import HiSparseHotManager
 from vllm.v1.core.kv_kinds.mamba import MambaManager
 from vllm.v1.core.kv_kinds.sliding_window import SlidingWindowManager
 from vllm.v1.simple_kv_offload.disk_tier import Moves
@@ -265,6 +266,20 @@ def _running_state_is_overwritten(original: Any) -> Any:
     return lambda self, blocks, column: None
 
 
+def _scratch_is_shared(original: Any) -> Any:
+    """A request gets the scratch that another one fills in every step; references are counted right."""
+
+    def allocate(self: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        others = [blocks for other, blocks in self.req_to_blocks.items() if other != request_id and blocks]
+        if self.req_to_blocks[request_id] or not others:
+            return original(self, request_id, *args, **kwargs)
+        self.block_pool.touch(others[0])
+        self.req_to_blocks[request_id] += others[0]
+        return list(others[0])
+
+    return allocate
+
+
 def _nothing_stored_at_the_end(original: Any) -> Any:
     """OFF-04: what is not stored when a request ends is lost."""
     del original
@@ -379,6 +394,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "state is hit before it exists": replaced(MambaManager, "_mark_fresh", _state_is_hit_before_it_exists),
     "running state is overwritten": replaced(MambaManager, "_make_writable", _running_state_is_overwritten),
+    "scratch is shared": replaced(HiSparseHotManager, "allocate_new_blocks", _scratch_is_shared),
     "goes idle too early": replaced(SimpleCPUOffloadScheduler, "has_pending_work", _goes_idle_too_early),
     "nothing left to compute": _nothing_left_to_compute,
     "damage is not followed": replaced(KVCacheManager, "evict_blocks", _damage_is_not_followed),

@@ -1,0 +1,36 @@
+"""What the fake device must notice, and what it must not take for a fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.content import Chain, root
+from tests.sim.device import Memory, Rows, forward, make_groups
+from tests.sim.failure import SimFailure
+from tests.sim.params import Byte
+from vllm.v1.kv_cache_interface import FullAttentionSpec, HiSparseHotSpec
+
+FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype=Byte())
+HOT = HiSparseHotSpec(block_size=4, page_size=32, blocks_per_request=2)
+
+
+def rows(name: str, full: list[int], hot: list[int], *, start: int = 0, shadowed: bool = False) -> Rows:
+    """Eight tokens from `start` on, the same for every request."""
+    return Rows(name, Chain(root(None, None), [1] * 8), [full, hot], start, 8, shadowed=shadowed)
+
+
+def test_scratch_of_a_request_that_read_what_a_failed_step_left_out_is_still_its_own() -> None:
+    batch = [rows("r1", [1, 2], [3, 4], start=4, shadowed=True), rows("r2", [5, 6], [7, 8])]
+    forward(Memory(9), make_groups([FULL, HOT], 1), batch)
+    assert [r.void for r in batch] == [True, False]
+
+
+@pytest.mark.parametrize("start", [0, 4], ids=["right bytes", "nonsense"])
+@pytest.mark.parametrize("hot", [[7, 3], [3, 4], [4, 3]], ids=["one block", "all", "other way round"])
+def test_shared_scratch_is_noticed_also_between_equal_requests(start: int, hot: list[int]) -> None:
+    batch = [
+        rows("r1", [1, 2], [3, 4], start=start, shadowed=start > 0),
+        rows("r2", [5, 6], hot, start=start, shadowed=start > 0),
+    ]
+    with pytest.raises(SimFailure, match=r"shares block \d of its scratch"):
+        forward(Memory(9), make_groups([FULL, HOT], 1), batch)
