@@ -94,6 +94,7 @@ MARKS = frozenset(
         "replicas take turns",
         "another engine reads",
         "another engine evicts",
+        "another engine finds a block lost",
         "another engine resets",
         "another engine dies",
         "another engine dies in the middle",

@@ -85,14 +85,21 @@ class OtherEngine(MiniEngine):
         hosts = self._worker.hosts
         for rank, memory in enumerate(hosts[: -(-len(hosts) // parts)]):
             rows = list(self._stamps(rank, key, self._filled_with[slot]).items())
+            page = memory.page_of(slot, group.group_id)
+            page.bad = page.tainted = False  # what was lost there is no matter any more
             for row, stamp in rows[: max(1, len(rows) // parts)]:
-                memory.page_of(slot, group.group_id).write(group.group_id, size, row, stamp)
+                page.write(group.group_id, size, row, stamp)
 
     def check(self, slot: int, key: bytes, version: int | None = None) -> None:
-        """I6 for what this engine reads."""
+        """I6 for what this engine reads. A rank whose bytes the medium has lost finds that out, as a load does."""
         group = get_group_id(BlockHashWithGroupId(key))
         version = self._worker.version if version is None else version
+        lost = self._losers(slot, group)
+        if lost:
+            self._marks.hit("another engine finds a block lost")
         for rank, memory in enumerate(self._worker.hosts):
+            if rank in lost:
+                continue
             for row, stamp in self._stamps(rank, key, version).items():
                 got = memory.page_of(slot, group).read(group, row)
                 require(
@@ -100,6 +107,16 @@ class OtherEngine(MiniEngine):
                     "I6",
                     f"rank {rank} of another engine reads a wrong row {row} in host slot {slot}",
                 )
+
+    def _lose(self, rng: random.Random) -> None:
+        """What is being read gets lost on one rank; the engine drops it when the read has ended, if it lives then."""
+        lease, key = self.reads[-1]
+        rng.choice(self._worker.hosts).page_of(lease.blocks[0].block_id, get_group_id(key)).spoil()
+
+    def _losers(self, slot: int, group: int) -> set[int]:
+        """Ranks that find a slot's bytes lost, but not withdrawn: those nobody may find."""
+        pages = [memory.page_of(slot, group) for memory in self._worker.hosts]
+        return {rank for rank, page in enumerate(pages) if page.bad and not page.tainted}
 
     # Reads go on over a change of weights
 
@@ -110,12 +127,15 @@ class OtherEngine(MiniEngine):
         return found
 
     def end_read(self, index: int) -> None:
+        """Let go; what turned out lost is dropped for all engines, as after a report of it."""
         lease, key = self.reads.pop(index)
         version = self._versions.pop(id(lease))
         with self.pool as pool:
             block = lease.blocks[0]
             if pool.cached_block_hash_to_block.contain(key, block.block_id):
                 self.check(block.block_id, key, version)  # else it was dropped as not to be trusted
+                if self._losers(block.block_id, get_group_id(key)):
+                    pool.evict_blocks([block.block_id])
             lease.release()
 
     # What it does
@@ -132,8 +152,11 @@ class OtherEngine(MiniEngine):
             self.finish(rng.randrange(len(self.stores)), ok=rng.random() < 0.9)
         elif choice < 0.8:
             found, _ = self.view()
-            if found and self.read(found[rng.choice(sorted(found))]):
+            lost = [slot for slot, key in found.items() if self._losers(slot, get_group_id(key))]
+            if found and self.read(found[rng.choice(sorted(lost or found))]):
                 self._marks.hit("another engine reads")
+                if self._worker.fault("bad source", rng):
+                    self._lose(rng)
         elif choice < 0.93 and self.reads:
             self.end_read(rng.randrange(len(self.reads)))
         elif choice < 0.95:

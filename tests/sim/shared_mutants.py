@@ -58,6 +58,18 @@ def _reset_of_another_is_missed(original: Any) -> Any:
     return commit
 
 
+def _withdrawal_is_not_told(original: Any) -> Any:
+    """What this engine drops, since it must not be trusted, can still be found by the others."""
+
+    def evict(self: Any, block: Any) -> bool:
+        known = dict(self._dirty)
+        dropped = original(self, block)
+        self._dirty = known
+        return bool(dropped)
+
+    return evict
+
+
 def _half_a_slot_of_the_dead_is_found(original: Any) -> Any:
     """What a dead engine was filling counts as filled."""
 
@@ -138,6 +150,9 @@ SHARED_POOL_MUTANTS = {
     ),
     "stale view": _replaced(SharedSegment, "take_changes", _stale_view),
     "reset of another is missed": _replaced(SharedPool, "commit_staged", _reset_of_another_is_missed),
+    "withdrawal is not told to the others": _replaced(
+        SharedPool, "_maybe_evict_cached_block", _withdrawal_is_not_told
+    ),
     "half a slot of the dead is found": _replaced(
         SharedSegment, "_drop_holds", _half_a_slot_of_the_dead_is_found
     ),
