@@ -43,6 +43,7 @@ from vllm.entrypoints.openai.middleware import (
     AuthMiddleware,
     HttpMetrics,
     HttpMetricsMiddleware,
+    LastReplyMiddleware,
     LimitsMiddleware,
     LoadMiddleware,
     RequestIdMiddleware,
@@ -65,8 +66,8 @@ logger = init_logger(__name__)
 
 # Seconds between two looks at the engine's health.
 HEALTH_INTERVAL_S = 0.5
-# For the replies of requests that were ended by a shutdown to reach their clients.
-LAST_REPLIES_S = 2
+# For the replies of requests that were ended by a shutdown to reach their clients; an idle server waits for none of it.
+LAST_REPLIES_S = 10
 _DEVELOPMENT_ROUTERS: Final = [dev_routes.router, cache_routes.page_router]
 
 
@@ -197,6 +198,7 @@ def _add_middleware(app: FastAPI, args: argparse.Namespace, paths: Sequence[str]
         app.add_middleware(LoadMiddleware, load=app.state.serving.load)
     if args.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware, new_id=random_uuid)
+    app.add_middleware(LastReplyMiddleware)
     app.add_middleware(HttpMetricsMiddleware, metrics=HttpMetrics(paths))
     for path in args.middleware:
         _add_custom_middleware(app, path)

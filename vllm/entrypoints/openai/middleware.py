@@ -1,10 +1,11 @@
-"""ASGI layers round the app: keys, sizes, request ids, load, HTTP metrics. Layer: L8.
+"""ASGI layers round the app: keys, sizes, last replies, request ids, load, HTTP metrics. Layer: L8.
 
 Each is a plain ASGI callable, so that streams pass through unbuffered and disconnects reach the routes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import time
@@ -108,6 +109,28 @@ class LimitsMiddleware:
             return message
 
         await self.app(scope, counted_receive, send)
+
+
+class LastReplyMiddleware:
+    """Answers a request that the end of the server cuts off, unless its reply has begun."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noted_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted_send)
+        except asyncio.CancelledError:
+            if has_begun or scope["type"] != "http":
+                raise
+            await _reply((503, "The server is shutting down"), scope, receive, send)
 
 
 class RequestIdMiddleware:
