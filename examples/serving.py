@@ -1,6 +1,7 @@
-"""A `vllm serve` process and a small HTTP client, shared by the examples and the end-to-end tests.
+"""Not an example to run but what examples stand on: a `vllm serve` process and a small HTTP client.
 
-Only the standard library: what it shows works from any client.
+examples/offload_roundtrip.py (`make demo-offload`) uses it, as do benchmarks and end-to-end tests. Only the standard library:
+what it shows works from any client. Run by itself it prints this text.
 """
 
 from __future__ import annotations
@@ -205,3 +206,7 @@ def _wait_ready(server: Server) -> None:
                 return
         time.sleep(0.1)
     raise RuntimeError(f"the server was not ready after {READY_TIMEOUT_S:.0f} s\n{server.log_tail()}")
+
+
+if __name__ == "__main__":
+    print(__doc__, end="")
