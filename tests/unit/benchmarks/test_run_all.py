@@ -54,7 +54,7 @@ def test_options_reach_those_that_know_them() -> None:
 
 def test_a_choice_in_any_form_and_the_smallest_sizes() -> None:
     assert commands("--only", "serving", "--only", "core", "--quick", "--out", "x")[0] == [
-        ["bench_core.py", "--rounds", "1"],
+        ["bench_core.py", "--quick", "--out", "x"],
         ["bench_serving.py", "--quick", "--out", "x"],
     ]
     assert [command[0] for command in commands("run", "--only", "scheduler,offload")[0]] == [
