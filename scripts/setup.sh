@@ -6,7 +6,12 @@ cd "$(dirname "$0")/.."
 venv=$1
 purpose=$2
 
-say() { printf '\033[1m[setup]\033[0m %s\n' "$*" >&2; }
+# Bold only where it is seen as such: on a terminal, and where NO_COLOR does not ask for plain text.
+bold= plain=
+if [ -t 2 ] && [ -z "${NO_COLOR:-}" ] && [ "${TERM:-dumb}" != dumb ]; then
+  bold=$'\033[1m' plain=$'\033[0m'
+fi
+say() { printf '%s[setup]%s %s\n' "$bold" "$plain" "$*" >&2; }
 die() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then platform=cuda; else platform=cpu; fi
