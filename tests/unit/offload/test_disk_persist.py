@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -379,6 +380,24 @@ def test_tier_11_a_place_that_is_not_ours_is_not_used(
     assert "not a private file" in caplog.text
     assert served(rig, prompt(17)) == 0
     rig.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"kept"])
+def test_tier_11_a_file_that_cannot_grow_leaves_no_empty_one(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv.kept-0123456789abcdef-0-0"
+    if content:
+        path.write_bytes(content)
+        path.chmod(0o600)
+
+    def too_large(fd: int, size: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(disk_file.os, "ftruncate", too_large)
+    with pytest.raises(OSError, match="File too large"):
+        SlotFile(str(path), 2, 4096, use_page_cache=True, is_kept=True)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == ([content] if content else [])
 
 
 def test_tier_11_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:

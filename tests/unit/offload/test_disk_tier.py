@@ -326,6 +326,7 @@ def test_a_path_that_cannot_be_written_leaves_the_host_tier(
     for seed in range(8):
         rig.generate(prompt(16, seed), max_tokens=1)
     assert rig.chain.writes_off
+    assert "switched off" not in caplog.text, "it never was on, and nothing of it can be read"
     rig.assert_at_rest()
     rig.close()
 

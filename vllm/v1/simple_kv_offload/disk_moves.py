@@ -128,6 +128,7 @@ class DiskMoves:
         self._down.collect(report.completed_moves_down, report.failed_moves_down, report.timings)
         bad = self._up.collect(report.completed_moves_up, report.failed_moves_up, report.timings)
         report.bad_disk_blocks |= bad
+        report.disk_missing = self.backend is None and bool(report.failed_moves_down)
 
     @property
     def open_results(self) -> list[CopyResult]:

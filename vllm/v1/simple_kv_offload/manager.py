@@ -365,9 +365,9 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             )
 
     def _update_chain(self, report: SimpleCPUOffloadWorkerMetadata) -> None:
-        chain = self.chain
-        if chain is None:
+        if (chain := self.chain) is None:
             return
+        chain.writes_off |= report.disk_missing
         chain.report_bad(report.bad_disk_blocks)
         chain.report_down(report.failed_moves_down, ok=False)
         chain.report_down(report.completed_moves_down, ok=True)

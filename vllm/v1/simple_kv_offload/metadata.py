@@ -161,6 +161,7 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
     ``bad_cpu_blocks`` are source blocks whose content turned out unusable during a load.
     ``lost_load_events`` never reached a rank, because its step failed. ``*_moves_*`` are those between host and disk,
     ``bad_disk_blocks`` their sources with unusable content. ``kept_lost``: a rank wants all of `KeptOrder` again.
+    ``disk_missing``: a rank could not open its disk, has said so, and fails every move.
     """
 
     completed_store_events: dict[int, int] = field(default_factory=dict)
@@ -174,6 +175,7 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
     bad_disk_blocks: set[int] = field(default_factory=set)
     kept_lost: bool = False
     timings: Timings = field(default_factory=Timings)
+    disk_missing: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> SimpleCPUOffloadWorkerMetadata:
         """The sum of both reports, as a new record."""
@@ -191,6 +193,7 @@ class SimpleCPUOffloadWorkerMetadata(KVConnectorWorkerMetadata):
             self.bad_disk_blocks | other.bad_disk_blocks,
             self.kept_lost or other.kept_lost,
             self.timings.plus(other.timings),
+            self.disk_missing or other.disk_missing,
         )
 
 

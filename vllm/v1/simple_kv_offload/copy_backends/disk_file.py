@@ -74,19 +74,22 @@ class SlotFile:
                 os.unlink(self.path)
             self.is_direct = False
             fd = os.open(self.path, flags, 0o600)
+        is_locked = False
         try:
             if self.is_kept:
                 check_private(fd, self.path)
             lock_file(fd, KEPT_LOCK_PATIENCE_S if self.is_kept else 0.0)
             if os.fstat(fd).st_nlink == 0:
                 raise BlockingIOError(errno.EWOULDBLOCK, "another engine has just removed it", self.path)
+            is_locked = True
             os.ftruncate(fd, self.num_slots * self.slot_bytes)
             if self.is_direct:
                 self.is_direct = _takes_direct_io(fd, self.path)
         except OSError:
-            os.close(fd)
-            if not self.is_kept:
+            # A kept file with content stays for the next start; an empty one has none to keep.
+            if not self.is_kept or (is_locked and os.fstat(fd).st_size == 0):
                 os.unlink(self.path)
+            os.close(fd)
             raise
         return fd
 
