@@ -140,7 +140,7 @@ def rig_config(
     """A real config around a model that exists only in name."""
     model = SimpleNamespace(
         max_model_len=512, original_max_model_len=512, is_hybrid=False, is_attention_free=False,
-        model="m", revision=None,
+        model="m", revision=None, hf_token=None,
         is_encoder_decoder=False, is_multimodal_model=False, multimodal_config=None, runner_type="generate",
         skip_tokenizer_init=True, supports_kv_cache_grouping=False, enforce_eager=True, use_mla=False,
         dtype=None, quantization=None, uses_mrope=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,15 @@ def test_a_folder_that_cannot_be_written_stores_nothing(tmp_path: Path) -> None:
 def test_another_model_does_not_use_the_folder(tmp_path: Path) -> None:
     hits = [Engine(tmp_path, model).offered("r") for model in ("one", "other", "one", "other")]
     assert hits == [0, 0, 12, 12]
+
+
+def test_other_weights_under_the_same_path_do_not_use_the_folder(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+
+    def offered(weights: bytes) -> int:
+        (model / "model.safetensors").write_bytes(weights)
+        os.utime(model / "model.safetensors", (1.0, 1.0))
+        return Engine(tmp_path / "kv", str(model)).offered("r")
+
+    assert [offered(weights) for weights in (b"one", b"other", b"one", b"two")] == [0, 0, 12, 0]

@@ -66,12 +66,19 @@ def _facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[
 
 
 def _model_facts(vllm_config: VllmConfig) -> Iterator[object]:
-    model, load = vllm_config.model_config, vllm_config.load_config
+    model = vllm_config.model_config
     if model is None:
         return
     record = model.hf_config
     yield None if record is None else record.to_dict()
     yield (str(model.dtype), model.quantization)
+    yield from weight_facts(vllm_config)
+
+
+def weight_facts(vllm_config: VllmConfig) -> Iterator[object]:
+    """Name, size, time of change and digest of the first bytes of each weight file; `ValueError` if there is none."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    assert model is not None
     if load.load_format == "dummy":
         yield ("dummy", model.seed)
         return

@@ -37,6 +37,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_report import ExternalHit
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.copy_backends.kv_digest import weight_facts
 
 logger = init_logger(__name__)
 
@@ -132,7 +133,9 @@ class ExampleConnector(KVConnectorBase_V1):
         self._collecting: dict[Path, Path] = {}
         self._failed_blocks: set[int] = set()
         model = vllm_config.model_config
-        self._model = (model.model, model.revision, str(model.dtype)) if model is not None else ()
+        self._model: tuple[object, ...] = ()
+        if model is not None:
+            self._model = (model.model, model.revision, str(model.dtype), *_weights_of(vllm_config))
 
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
@@ -328,6 +331,17 @@ class ExampleConnector(KVConnectorBase_V1):
         if extra_keys:
             content = (*content, extra_keys)
         return self._storage / hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def _weights_of(vllm_config: VllmConfig) -> tuple[object, ...]:
+    """What tells the weights of a local model from others under the same path; nothing if there are none to see."""
+    model = vllm_config.model_config
+    if model is None or not Path(model.model).expanduser().exists():
+        return ()
+    try:
+        return tuple(weight_facts(vllm_config))
+    except (ValueError, OSError):
+        return ()
 
 
 def aligned_length(num_tokens: int, block_size: int) -> int:
