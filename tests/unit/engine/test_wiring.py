@@ -19,7 +19,12 @@ def no_executor(_: object) -> Executor:
 @pytest.mark.parametrize("connector", ["SimpleCPUOffloadConnector", "OffloadingConnector"])
 @pytest.mark.parametrize(
     ("extra", "named"),
-    [({"cpu_byte_to_use": 1 << 20}, "did you mean"), ({"cpu_bytes_to_use": -1}, "cpu_bytes_to_use")],
+    [
+        ({"cpu_byte_to_use": 1 << 20}, "did you mean"),
+        ({"cpu_bytes_to_use": -1}, "cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": 1 << 60}, r"1073741824.00 GiB .* cannot be reserved .*cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": 1 << 70}, "cannot be reserved"),
+    ],
 )
 def test_wrong_settings_of_a_connector_are_told_before_the_model_is_loaded(
     connector: str, extra: dict[str, Any], named: str

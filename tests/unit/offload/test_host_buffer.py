@@ -6,6 +6,8 @@ import psutil
 import pytest
 import torch
 
+from tests.helpers.offload_rig import rig_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.simple_kv_offload.host_buffer import HostBuffer, aligned_zeros
 
 LARGE_ROWS, ROW_BYTES = 1 << 17, 1 << 13
@@ -25,6 +27,19 @@ def test_reserving_costs_no_memory_until_it_is_written() -> None:
 def test_memory_that_cannot_be_reserved_is_an_error_that_names_the_setting() -> None:
     with pytest.raises(ValueError, match=r"GiB of host memory cannot be reserved .*cpu_bytes_to_use"):
         aligned_zeros(1 << 40, 1 << 20)
+
+
+def test_reservable_before_the_model_is_loaded_is_what_can_be_reserved_after_it() -> None:
+    """Pieces that the system grants one by one are not refused for their sum."""
+    too_much = {"cpu_bytes_to_use": 1 << 60}
+    with pytest.raises(ValueError, match="cannot be reserved"):
+        KVConnectorFactory.check_config(rig_config(extra=too_much))
+    KVConnectorFactory.check_config(rig_config(extra={"cpu_bytes_to_use": LARGE_ROWS * ROW_BYTES}))
+    KVConnectorFactory.check_config(rig_config(extra={**too_much, "num_cpu_blocks": 3}))
+    KVConnectorFactory.check_config(rig_config(extra=too_much, caching=False))
+    layers_first = rig_config(extra=too_much)
+    layers_first.cache_config.kv_cache_layout = "LBHNC"
+    KVConnectorFactory.check_config(layers_first)
 
 
 def test_regions_live_as_long_as_somebody_has_them_and_pins_are_undone_once() -> None:

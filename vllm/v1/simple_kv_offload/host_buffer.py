@@ -62,15 +62,24 @@ def aligned_zeros(num_rows: int, row_bytes: int) -> torch.Tensor:
     system does not let it be reserved.
     """
     size = num_rows * row_bytes
-    try:
-        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise ValueError(
-            f"{size / 2**30:.2f} GiB of host memory cannot be reserved for offloaded KV blocks "
-            f"(cpu_bytes_to_use): {error.strerror}"
-        ) from error
+    memory = _reserve(size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     if size == 0:
         return torch.zeros((num_rows, row_bytes), dtype=torch.int8)
     return torch.frombuffer(memory, dtype=torch.int8, count=size).view(num_rows, row_bytes)
+
+
+def check_reservable(num_bytes: int) -> None:
+    """``ValueError`` if the system would not let so much be reserved as one region now. Takes nothing."""
+    _reserve(num_bytes).close()
+
+
+def _reserve(size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"{size / 2**30:.2f} GiB of host memory cannot be reserved for offloaded KV blocks "
+            f"(cpu_bytes_to_use): {error.strerror if isinstance(error, OSError) else error}"
+        ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_event_types import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,6 +24,7 @@ from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_report import ExternalHit, TierReport
 from vllm.v1.kv_connector_types import (
     KVConnectorHandshakeMetadata,
@@ -35,6 +37,7 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import check_shareable, join_shared_pool
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
 from vllm.v1.simple_kv_offload.disk_backend import check_disk_path
+from vllm.v1.simple_kv_offload.host_buffer import check_reservable
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import KeptInventory, KeptOrder, SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadPromMetrics, SimpleCPUOffloadStats
@@ -109,10 +112,14 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             options = cls._read_options(extra, vllm_config.parallel_config.world_size, None)
             if options.disk_path is not None:
                 check_disk_path(options.disk_path)
-            if options.shared_pool is not None and vllm_config.cache_config.enable_prefix_caching:
+            if not vllm_config.cache_config.enable_prefix_caching:
+                return
+            if options.shared_pool is not None:
                 # With a number of blocks, the bytes are known only when the cache has been laid out.
                 num_bytes = options.cpu_bytes_server_wide if options.num_cpu_blocks is None else None
                 check_shareable(vllm_config, options.shared_pool, num_bytes)
+            elif not options.is_disk and options.num_cpu_blocks is None:
+                check_reservable(_bytes_of_a_region(vllm_config, options.cpu_bytes))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -301,6 +308,17 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> SimpleCPUOffloadPromMetrics:
         return cls._metrics_class(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _bytes_of_a_region(vllm_config: VllmConfig, num_bytes: int) -> int:
+    """What the host memory of a rank is reserved in at least: in one piece where blocks are outermost in the cache.
+
+    Otherwise there is one per layer and head, and the system may grant pieces whose sum it would not.
+    """
+    name = vllm_config.cache_config.kv_cache_layout or envs.VLLM_KV_CACHE_LAYOUT
+    if name is None or KVCacheLayout.from_name(str(name)).is_block_outermost:
+        return num_bytes
+    return 0
 
 
 def _make_manager(
