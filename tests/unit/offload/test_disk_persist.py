@@ -383,7 +383,7 @@ def test_tier_11_a_place_that_is_not_ours_is_not_used(
 
 
 @pytest.mark.parametrize("content", [b"", b"kept"])
-def test_tier_11_a_file_that_cannot_grow_leaves_no_empty_one(
+def test_a_kept_file_that_cannot_grow_leaves_no_empty_one(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "kv.kept-0123456789abcdef-0-0"
