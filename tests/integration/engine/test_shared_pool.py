@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
-from tests.helpers.engine_configs import engine_args, offload_settings, prompt_of
+from tests.helpers.engine_configs import async_engine_args, engine_args, offload_settings, prompt_of
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -138,6 +141,33 @@ def test_an_idle_engine_tells_what_the_others_changed(start: Start) -> None:
     assert told() == (96, 6)
     assert second.reset_prefix_cache(reset_connector=True)
     assert told() == (0, 0)
+
+
+async def test_the_metrics_of_an_idle_engine_follow_what_the_others_changed(
+    pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0.2")
+    settings = offload_settings()
+    settings["kv_transfer_config"]["kv_connector_extra_config"] |= {"shared_pool": pool}
+    idle = AsyncLLM.from_engine_args(async_engine_args(max_model_len=512, **settings))
+    # Its figures would be shown in this process too.
+    other = LLMEngine.from_engine_args(
+        engine_args(max_model_len=512, disable_log_stats=True, **settings), enable_multiprocessing=True
+    )
+    try:
+        params = SamplingParams(max_tokens=2, temperature=0.0)
+        async for _ in idle.generate({"prompt_token_ids": prompt_of(9)}, params, "starts"):
+            pass
+        run(other, {"a": prompt_of(100)})
+        await asyncio.sleep(1.0)
+        shown = REGISTRY.get_sample_value(
+            "vllm:simple_kv_offload_cached_entries",
+            {"model_name": idle.vllm_config.model_config.served_model_name, "engine": "0"},
+        )
+        assert shown == 6
+    finally:
+        other.shutdown()
+        idle.shutdown()
 
 
 def test_a_pool_left_by_a_killed_engine_serves_the_next(start: Start, pool: str) -> None:

@@ -332,6 +332,19 @@ class AsyncLLM(AsyncControl):
         while True:
             await asyncio.sleep(envs.VLLM_LOG_STATS_INTERVAL)
             await self.do_log_stats()
+            await self._refresh_shared_figures()
+
+    async def _refresh_shared_figures(self) -> None:
+        """An idle engine tells nothing by itself, while other engines change the pool that it shares with them."""
+        prometheus = None if self.logger_manager is None else self.logger_manager.prometheus
+        if prometheus is None or not prometheus.wants_cache_reports:
+            return
+        try:
+            for engine, report in enumerate(await self.get_kv_cache_reports()):
+                if report is not None:
+                    prometheus.record_cache_report(report, engine)
+        except (EngineDeadError, RuntimeError) as error:
+            logger.debug("The KV cache cannot be asked for its figures: %s", error)
 
     async def do_log_stats(self) -> None:
         """Log the statistics line now (it is logged every VLLM_LOG_STATS_INTERVAL seconds anyway)."""

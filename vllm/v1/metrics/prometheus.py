@@ -6,7 +6,7 @@ the object registers its metrics when it is built, and takes them away with `unr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -296,6 +296,15 @@ class PrometheusMetrics:
             self._record_scheduler(scheduler_stats, engine_idx)
         if iteration_stats is not None:
             self._record_iteration(iteration_stats, engine_idx)
+
+    @property
+    def wants_cache_reports(self) -> bool:
+        """Whether figures of the cache change while an engine is idle, so that it must be asked."""
+        return self._connector.wants_reports
+
+    def record_cache_report(self, report: Mapping[str, Any], engine_idx: int) -> None:
+        """What an engine's cache holds now: the fields of `KVCacheReport`."""
+        self._connector.observe_report(report, engine_idx)
 
     def _record_scheduler(self, stats: SchedulerStats, index: int) -> None:
         self._gauges["num_requests_running"][index].set(stats.num_running_reqs)

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import KVConnectorPromMetrics
 from vllm.v1.kv_connector_types import KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 # Label values of a metric, in the order of its own label names.
 Labels = tuple[str, ...]
@@ -261,6 +262,15 @@ class SimpleCPUOffloadPromMetrics(KVConnectorPromMetrics):
             for name, kind, own_labels, documentation in self.definitions
         }
         self._metrics: dict[tuple[int, str, Labels], Any] = {}
+        transfer_config = vllm_config.kv_transfer_config
+        extra = {} if transfer_config is None else transfer_config.kv_connector_extra_config
+        self.wants_reports = extra.get("shared_pool") is not None
+
+    def observe_report(self, report: Mapping[str, Any], engine_idx: int = 0) -> None:
+        for pool in report["pools"]:
+            if pool["tier"] == CacheHitSource.HOST:
+                self._child(engine_idx, MetricName.USED_BLOCKS, ()).set(pool["blocks_held"] + 1)
+                self._child(engine_idx, MetricName.CACHED_ENTRIES, ()).set(pool["entries_cached"])
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         types: dict[str, str] = transfer_stats_data.get("types", {})

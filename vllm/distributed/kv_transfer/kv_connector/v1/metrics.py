@@ -78,5 +78,15 @@ class KVConnectorPrometheus:
         if self.prom_metrics is not None:
             self.prom_metrics.observe(transfer_stats_data, engine_idx)
 
+    @property
+    def wants_reports(self) -> bool:
+        """See `KVConnectorPromMetrics.wants_reports`."""
+        return self.prom_metrics is not None and self.prom_metrics.wants_reports
+
+    def observe_report(self, report: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """See `KVConnectorPromMetrics.observe_report`."""
+        if self.prom_metrics is not None:
+            self.prom_metrics.observe_report(report, engine_idx)
+
 
 __all__ = ["KVConnectorLogging", "KVConnectorPromMetrics", "KVConnectorPrometheus", "KVConnectorStats"]

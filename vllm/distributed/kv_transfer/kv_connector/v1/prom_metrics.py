@@ -44,6 +44,8 @@ class KVConnectorPromMetrics:
         self._metric_types = metric_types
         self._labelnames = labelnames
         self.per_engine_labelvalues = per_engine_labelvalues
+        self.wants_reports = False
+        """Whether figures change without a step of the engine, so that it is to be asked now and then."""
 
     def make_metric(
         self, library_class_name: str, name: str, documentation: str, labels: list[str], **more: Any
@@ -59,3 +61,6 @@ class KVConnectorPromMetrics:
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's payload. The base ignores it."""
+
+    def observe_report(self, report: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """What an engine's cache holds now: the fields of `KVCacheReport`. The base ignores it."""
