@@ -6,6 +6,7 @@ Imports next to nothing: from the first moment on an interrupt ends the program 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import sys
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit:  # how a parser ends after its help
         _reader_is_gone()
         raise
+    _reader_is_gone()
     if sys.argv[1:2] == ["serve"]:
         end_process(status)
     return status
@@ -49,11 +51,15 @@ def _reader_is_gone() -> bool:
         return False
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
+    try:
+        output_fd = sys.stdout.fileno()
+    except io.UnsupportedOperation:  # somebody collects the output in memory
+        return False
     output = select.poll()
-    output.register(sys.stdout, 0)
+    output.register(output_fd, 0)
     if not any(event & select.POLLERR for _, event in output.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output_fd)
     return True
 
 
