@@ -12,16 +12,16 @@ from vllm.v1.simple_kv_offload.tier import Tier
 
 def staged_slots_stay_kept() -> AbstractContextManager[object]:
     """A slot of the disk keeps its row while other bytes are written to it."""
-    original = Tier.stage
+    original = Tier._take
 
-    def stage(self: Tier, *args: Any, **kwargs: Any) -> Any:
+    def take(self: Tier, count: int) -> Any:
         changed, self.changed = self.changed, None
         try:
-            return original(self, *args, **kwargs)
+            return original(self, count)
         finally:
             self.changed = changed
 
-    return patch.object(Tier, "stage", stage)
+    return patch.object(Tier, "_take", take)
 
 
 def one_table_is_enough() -> AbstractContextManager[object]:
