@@ -26,6 +26,7 @@ def settings(disk_path: str, place: str = "tier") -> dict[str, Any]:
         "disk_persist": True,
         "disk_path": disk_path,
         "disk_capacity_bytes": 64 << 20,
+        "decline_slow_tier": "off",  # computing is quick with so small a model
     }
     if place == "tier":
         extra |= {"num_cpu_blocks": 33, "disk_tier": True}

@@ -211,6 +211,7 @@ class DiskRig(Rig):
                 "disk_tier": True,
                 "disk_path": str(folder / "kv"),
                 "disk_capacity_bytes": 65 * page,
+                "decline_slow_tier": "disk",
                 **extra,
             },
         )
@@ -268,8 +269,8 @@ def test_with_the_check_off_a_slow_disk_is_read(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_what_the_tiers_report_is_what_requests_report(disk_rig: DiskRig) -> None:
-    rig = disk_rig
+def test_what_the_tiers_report_is_what_requests_report(tmp_path: Path) -> None:
+    rig = DiskRig(tmp_path, decline_slow_tier="off")
     rig.sink(0)
     rig.sink(1)
     warm = rig.add(prompt(12, 7), max_tokens=1)
@@ -302,6 +303,7 @@ def test_what_the_tiers_report_is_what_requests_report(disk_rig: DiskRig) -> Non
         1 for request in requests if rig.ends[request.request_id].prefill_stats.num_external_cached_tokens
     )
     assert found[MetricName.TIER_FAILED_BLOCKS, ("host", "load")] == 0
+    rig.close()
 
 
 def test_met_01_what_a_preempted_request_loads_back_is_no_hit() -> None:
