@@ -21,8 +21,9 @@ _CGROUP_FILES = (
 )
 
 
-# (option of mallopt, value): arenas; the largest block that comes from one; what may lie free at its end; steps of growth.
-_KEEP_FREED_MEMORY = ((-8, 1), (-3, 2**30), (-1, 2**31 - 1), (-2, 2**26))
+# (option of mallopt, value): the largest block that comes from an arena; what may lie free at its end; steps of growth;
+# arenas. In front what an old library refuses: there nothing changes, and threads do not share one arena for no use.
+_KEEP_FREED_MEMORY = ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**26), (-8, 1))
 
 
 def _is_glibc() -> bool:

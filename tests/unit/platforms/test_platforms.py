@@ -180,3 +180,23 @@ def test_what_a_step_frees_is_kept_for_the_next_until_it_is_released(
     assert done.stdout.strip() == (
         expected if platform.libc_ver()[0] == "glibc" else "False False True False"
     )
+
+
+def test_a_c_library_that_cannot_keep_large_blocks_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.35 glibc refuses so large a bound; one arena for all threads would then be a price without use."""
+    changed: list[int] = []
+
+    class OldLibrary:
+        def mallopt(self, option: int, value: int) -> int:
+            if option == -3 and value > 2**25:
+                return 0
+            changed.append(option)
+            return 1
+
+    monkeypatch.setattr(cpu_module, "_is_glibc", lambda: True)
+    monkeypatch.setattr(cpu_module, "_libc", OldLibrary)
+    for name in list(os.environ):
+        if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES":
+            monkeypatch.delenv(name)
+    assert not CpuPlatform.keep_freed_memory()
+    assert changed == []
