@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 from tests.helpers.kv_core import image, lora
 from tests.helpers.offload_rig import rig_config
-from tests.helpers.sched import Driver, full, make_scheduler
+from tests.helpers.sched import Driver, full, make_request, make_scheduler
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 IDENTITIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "salt": ({"cache_salt": "one"}, {"cache_salt": "other"}),
@@ -121,3 +123,30 @@ def test_other_weights_under_the_same_path_do_not_use_the_folder(tmp_path: Path)
         return Engine(tmp_path / "kv", str(model)).offered("r")
 
     assert [offered(weights) for weights in (b"one", b"other", b"one", b"two")] == [0, 0, 12, 0]
+
+
+def test_a_prompt_that_starts_again_is_never_saved_from_its_former_blocks(tmp_path: Path) -> None:
+    """Preempted between two chunks, then found stored by another engine, whose folder goes while it decodes."""
+    engine = Engine(tmp_path)
+    scheduler = engine.driver.scheduler
+    connector = scheduler.connector
+    assert isinstance(connector, ExampleConnector)
+    request = make_request(scheduler, "r", range(13))
+
+    def saved(new: list[NewRequestData], cached: CachedRequestData, num_tokens: int) -> list[list[int]]:
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs, output.scheduled_cached_reqs = new, cached
+        output.num_scheduled_tokens = {"r": num_tokens}
+        orders = connector.build_connector_meta(output).requests
+        return [order.slot_mapping[::4] for order in orders if order.is_store]
+
+    none = CachedRequestData.make_empty()
+    assert saved([NewRequestData.from_request(request, ([1, 2, 3, 4],))], none, 8) == []
+    Engine(tmp_path).offered("elsewhere")
+    assert connector.get_num_new_matched_tokens(request, 0) == (12, False)
+    connector.update_state_after_alloc(request, scheduler.kv_cache_manager.empty_kv_cache_blocks, 12)
+    request.num_computed_tokens = 12
+    assert saved([NewRequestData.from_request(request, ([5, 6, 7, 8],))], none, 1) == []
+    (folder,) = tmp_path.iterdir()
+    shutil.rmtree(folder)
+    assert saved([], CachedRequestData(["r"], set(), [], {}, [None], [13], [1]), 1) == []

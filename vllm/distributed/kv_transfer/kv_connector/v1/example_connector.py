@@ -273,6 +273,8 @@ class ExampleConnector(KVConnectorBase_V1):
             mm_hashes = [feature.identifier for feature in new.mm_features]
             block_ids = list(new.block_ids[0])
             extra_keys = self._extra_keys.get(new.req_id, ())
+            # It starts again: what was noted of it names blocks that others may have now.
+            self._to_store.pop(new.req_id, None)
             if self._to_load.pop(new.req_id, None) is not None:
                 metadata.add_request(token_ids, block_ids, self._block_size, False, mm_hashes, extra_keys)
             elif aligned_length(len(token_ids), self._block_size) and not self._is_stored(
