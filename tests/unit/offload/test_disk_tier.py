@@ -152,18 +152,21 @@ def test_figures_per_tier(rig: DiskRig) -> None:
     hit = rig.connector.peek_matched_tokens(known, 0)
     assert hit is not None
     assert hit.num_tokens == 16
-    assert hit.held == {CacheHitSource.HOST: 0, CacheHitSource.DISK: 16}
-    rig.generate(prompt(17))
+    assert hit.held == hit.offered == {CacheHitSource.HOST: 0, CacheHitSource.DISK: 16}
+    request = rig.generate(prompt(17), max_tokens=1)
+    stats = rig.ends[request.request_id].prefill_stats
+    assert stats is not None
+    assert stats.cached_tokens_by_source == {CacheHitSource.DEVICE: 0, **hit.offered}
     host, disk = rig.connector.get_tier_reports()
     assert (host.pool.tier, disk.pool.tier) == (CacheHitSource.HOST, CacheHitSource.DISK)
     store, load = disk.transfers
     assert store.blocks_done == rig.chain.down.ledger.done > 0
     assert (load.blocks_done, load.blocks_in_flight) == (4, 0)
-    stats = rig.connector.get_kv_connector_stats()
-    assert stats is not None
-    moved = stats.data["data"][MetricName.DISK_MOVED_BLOCKS]
+    told = rig.connector.get_kv_connector_stats()
+    assert told is not None
+    moved = told.data["data"][MetricName.DISK_MOVED_BLOCKS]
     assert moved["up", "done"] == 4
-    assert stats.data["data"][MetricName.DISK_ACTIVE] == {(): 1}
+    assert told.data["data"][MetricName.DISK_ACTIVE] == {(): 1}
 
 
 def flip_a_byte(folder: Path, slot: int, slot_bytes: int) -> None:

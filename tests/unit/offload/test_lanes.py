@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -143,6 +144,11 @@ def test_a_job_in_the_middle_of_a_write_stays_open(clock: ManualClock) -> None:
     clock.now += 2.0
     lane.check_health()
     assert not stuck.result.query(), "bytes still arrive: its targets must not be handed on"
+    began = time.monotonic()
+    for _ in range(20):
+        lane.check_health()
+    assert time.monotonic() - began < 1.0, "steps ask several times each and do not wait for it again"
+    assert not stuck.result.query()
     go.set()
     assert stuck.result.synchronize(5.0)
     lane.shutdown()

@@ -277,6 +277,11 @@ def test_what_the_tiers_report_is_what_requests_report(tmp_path: Path) -> None:
     rig.run()
     rig.evict_device()
     totals(rig)
+
+    def hits() -> Counter[CacheHitSource]:
+        return Counter({hit.tier: hit.tokens_hit for hit in rig.scheduler.get_kv_cache_report().hits})
+
+    before = hits()
     # One comes up from the disk, one is on the host, one has a prefix on the device, one is new.
     requests = [rig.generate(prompt(16, 0), max_tokens=1)]
     rig.evict_device()
@@ -293,7 +298,8 @@ def test_what_the_tiers_report_is_what_requests_report(tmp_path: Path) -> None:
     by_tier = {tier: found[MetricName.TIER_HIT_TOKENS, (tier,)] for tier in ("host", "disk")}
     assert by_tier["disk"] > 12, "one prompt of three whole blocks, and more of another"
     assert sum(by_tier.values()) == found[MetricName.HIT_TOKENS, ()]
-    assert sum(by_tier.values()) == sum(reported.values()) - reported[CacheHitSource.DEVICE]
+    assert by_tier == {tier: reported[CacheHitSource(tier)] for tier in by_tier}
+    assert hits() - before == reported
     block = full().page_size_bytes
     loaded = found[MetricName.TIER_BYTES, ("host", "load")]
     assert loaded == found[MetricName.LOAD_BLOCKS, ()] * block == sum(by_tier.values()) / 4 * block

@@ -257,7 +257,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             if self.chain is not None and num_asked is not None:
                 from_disk = self.chain.tokens_from_disk(request_id, num_asked, num_external_tokens)
             self.load_side.accept(request, blocks, num_external_tokens)
-            self.reporter.accepted(num_external_tokens, from_disk, is_resumed=request.num_preemptions > 0)
+            self.reporter.accepted(request, num_external_tokens, from_disk)
         else:
             self.promises.withdraw(request_id)
         self._forget_asked(request_id)

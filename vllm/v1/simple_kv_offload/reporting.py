@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm.v1.core.kv_cache_view import describe_pool
 from vllm.v1.kv_cache_report import TierReport, TransferReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.metadata import Timings
@@ -36,6 +37,7 @@ class StatsReporter:
         self._lookup_tokens = 0
         self._resumed_tokens = 0
         self._hit_tokens = {self._source: 0}
+        self._last_accepted: tuple[str, dict[CacheHitSource, int]] = ("", {})
         self._timings = Timings()
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
         self._state: list[float] = []
@@ -45,14 +47,22 @@ class StatsReporter:
         if not is_resumed:
             self._lookup_tokens += num_tokens
 
-    def accepted(self, num_tokens: int, num_from_disk: int = 0, *, is_resumed: bool = False) -> None:
-        """So many promised tokens were taken, some of which came up from the disk below for this request."""
-        if is_resumed:
+    def accepted(self, request: Request, num_tokens: int, num_from_disk: int = 0) -> None:
+        """The request takes so many promised tokens, some of which came up from the disk below for it."""
+        by_tier = {self._source: num_tokens - num_from_disk}
+        if num_from_disk:
+            by_tier[CacheHitSource.DISK] = num_from_disk
+        self._last_accepted = (request.request_id, by_tier)
+        if request.num_preemptions:
             self._resumed_tokens += num_tokens
             return
-        below = CacheHitSource.DISK
-        self._hit_tokens[self._source] += num_tokens - num_from_disk
-        self._hit_tokens[below] = self._hit_tokens.get(below, 0) + num_from_disk
+        for tier, tokens in by_tier.items():
+            self._hit_tokens[tier] = self._hit_tokens.get(tier, 0) + tokens
+
+    def accepted_by_tier(self, request_id: str) -> dict[CacheHitSource, int]:
+        """What the request, the last one that took anything, took from which tier; empty for any other."""
+        last_id, by_tier = self._last_accepted
+        return {tier: tokens for tier, tokens in by_tier.items() if tokens} if last_id == request_id else {}
 
     def timed(self, timings: Timings) -> None:
         """What the workers measured."""

@@ -131,7 +131,7 @@ class CopyLane:
         cause = "died" if dead else f"did not finish a job within {self._deadline_s:g} s"
         jobs = thread.close()
         logger.error("Copy lane %s %s; %d jobs fail, the lane is restarted.", self._name, cause, len(jobs))
-        self._fail(jobs, f"copy lane {self._name} {cause}")
+        self._fail(jobs, f"copy lane {self._name} {cause}", GIVE_UP_PATIENCE_S)
         self.restarts += 1
         self._thread = _Thread(self._name, self._work, self._clock, self._niceness)
 
@@ -141,18 +141,19 @@ class CopyLane:
         if thread is None:
             return True
         jobs = thread.close()
-        self._fail(jobs, f"copy lane {self._name} is shut down")
+        self._fail(jobs, f"copy lane {self._name} is shut down", GIVE_UP_PATIENCE_S)
         ended = thread.join(SHUTDOWN_TIMEOUT_S)
         if not ended:
             logger.warning("Copy lane %s did not end in time; its thread is left behind.", self._name)
         return ended
 
-    def _fail(self, jobs: list[CopyJob], cause: str) -> None:
+    def _fail(self, jobs: list[CopyJob], cause: str, patience_s: float) -> None:
         # A job in the middle of a write stays open until the write is over, so that no target is
         # handed on while bytes still arrive.
-        self._lost += [job for job in jobs if not job.result.give_up(CopyError(cause), GIVE_UP_PATIENCE_S)]
+        self._lost += [job for job in jobs if not job.result.give_up(CopyError(cause), patience_s)]
 
     def _retry_lost(self) -> None:
         if self._lost:
             lost, self._lost = self._lost, []
-            self._fail(lost, f"copy lane {self._name} hung in a write")
+            # Asked in every step: steps do not wait for a medium that hangs.
+            self._fail(lost, f"copy lane {self._name} hung in a write", 0.0)

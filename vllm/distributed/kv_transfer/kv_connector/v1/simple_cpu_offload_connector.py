@@ -224,9 +224,24 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         offered = dict(held)
         below = manager.peek_disk_tokens(request, num_computed_tokens)
         if below is not None:
-            # What lies on the disk comes up first, and is loaded from host memory.
-            held[CacheHitSource.DISK], offered[self._cache_hit_source] = below
+            held[CacheHitSource.DISK], on_both = below
+            # It comes up first, and is loaded from host memory.
+            offered[CacheHitSource.DISK] = max(0, on_both - held[self._cache_hit_source])
         return ExternalHit(offered, held, any(offered.values()))
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        manager = self.scheduler_manager
+        taken = {} if manager is None else manager.reporter.accepted_by_tier(request.request_id)
+        if num_external_tokens and sum(taken.values()) == num_external_tokens:
+            return taken
+        return super().get_external_cache_hit_sources(request, num_external_tokens)
+
+    def get_cache_hit_sources(self) -> tuple[CacheHitSource, ...]:
+        manager = self.scheduler_manager
+        has_disk_below = manager is not None and manager.chain is not None
+        return (self._cache_hit_source, *((CacheHitSource.DISK,) if has_disk_below else ()))
 
     def get_tier_reports(self) -> Sequence[TierReport]:
         manager = self.scheduler_manager
