@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.sim.batch import Summary, run_batch
-from tests.sim.driver import Result, run_seed
+from tests.sim.driver import Action, Result, replay, run_seed
 from tests.sim.marks import MARKS
 from tests.sim.mutants import MUTANTS
-from tests.sim.shrink import shrink_and_save
+from tests.sim.shrink import load, shrink_and_save
 
 
 def replay_command(seed: int, ticks: int, mutant: str | None = None) -> str:
@@ -50,13 +52,29 @@ def _run_one(console: Console, options: argparse.Namespace) -> int:
         if result.failure is None:
             console.print("[green]clean[/green]")
             return 0
-        console.print(f"[red]{result.failure}[/red]", highlight=False)
-        for name, place in result.actions[-12:]:
-            console.print(f"  {place:4} {name}", highlight=False)
+        _say(console, f"[red]{escape(str(result.failure))}[/red]")
+        _print_actions(console, result.actions[-12:])
         if options.shrink:
             path = shrink_and_save(result)
-            console.print(f"kept as {path}")
+            seed, actions = load(path)
+            _say(
+                console, f"shortened to {len(actions)} actions: {escape(str(replay(seed, actions).failure))}"
+            )
+            _print_actions(console, actions)
+            _say(console, f"kept as {path}")
+            if not options.mutant:  # else it is clean, as it must stay
+                _say(console, f"    python -m pytest tests/sim/test_simulator.py -k {path.stem}")
     return 1
+
+
+def _say(console: Console, text: str) -> None:
+    """One line, however long: a wrapped message or command cannot be searched for or copied."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _print_actions(console: Console, actions: Sequence[Action]) -> None:
+    for name, place in actions:
+        _say(console, f"  {place:4} {name}")
 
 
 def _run_many(console: Console, options: argparse.Namespace) -> int:
@@ -68,7 +86,7 @@ def _run_many(console: Console, options: argparse.Namespace) -> int:
         def on_seed(result: Result) -> None:
             progress.advance(task)
             if result.failure is not None:
-                progress.console.print(f"[red]seed {result.seed}[/red]: {result.failure}", highlight=False)
+                _say(progress.console, f"[red]seed {result.seed}[/red]: {escape(str(result.failure))}")
 
         summary = run_batch(seeds, options.ticks, options.jobs, mutant=options.mutant, on_seed=on_seed)
     _print_summary(console, summary, options)
@@ -81,15 +99,13 @@ def _print_summary(console: Console, summary: Summary, options: argparse.Namespa
         f"{summary.seconds:.0f} s ({summary.ticks / max(summary.seconds, 1e-9):.0f} ticks/s)"
     )
     missing = sorted(MARKS - summary.marks.keys())
-    console.print(
-        f"marks: {len(MARKS) - len(missing)} of {len(MARKS)} reached"
-        + (f"; never: {missing}" if missing else "")
-    )
+    never = f"; never: {', '.join(missing)}" if missing else ""
+    _say(console, f"marks: {len(MARKS) - len(missing)} of {len(MARKS)} reached{never}")
     for code, count in sorted(summary.codes.items()):
         console.print(f"[red]{code}: {count} seeds[/red]")
     for seed, message in summary.failures[:10]:
-        console.print(f"[red]seed {seed}[/red]: {message}", highlight=False)
-        console.print(f"    {replay_command(seed, options.ticks, options.mutant)}", highlight=False)
+        _say(console, f"[red]seed {seed}[/red]: {escape(message)}")
+        _say(console, f"    {replay_command(seed, options.ticks, options.mutant)}")
 
 
 if __name__ == "__main__":
