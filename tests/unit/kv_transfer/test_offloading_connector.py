@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, s
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     KV_OFFLOAD_CONFIG_INFO,
+    OBSERVED_MAX,
     get_connector_metric_definitions,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.options import parse_native_options
@@ -314,6 +315,19 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing_behind() -> None:
     assert observed.num_put_off == 1
     rig.generate(prompt(5), max_tokens=1)  # request r0
     assert observed.num_put_off == 0
+
+
+def test_look_ups_of_a_request_that_is_not_admitted_do_not_pile_up() -> None:
+    rig = native_rig()
+    waiting = rig.make_request(prompt(21))
+    told = []
+    for _ in range(3 * OBSERVED_MAX):
+        rig.connector.get_num_new_matched_tokens(waiting, 0)
+        stats = rig.connector.get_kv_connector_stats()
+        if stats is not None:
+            told.append(len(stats.data["data"]["vllm:kv_offload_lookup_sync_delay_seconds"][()]))
+    assert told[0] == 0, "nobody had asked before"
+    assert told[1:] == [OBSERVED_MAX] * 2
 
 
 def test_every_figure_is_defined_and_every_definition_filled() -> None:

@@ -86,7 +86,7 @@ class OffloadingConnector(SimpleCPUOffloadConnector):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         manager = self.scheduler_manager
-        base = None if manager is None else manager.get_stats(only_news=True)
+        base = None if manager is None else manager.get_stats(only_news=not self._observed.is_due)
         if manager is None or base is None:
             return None
         stats = native_stats(manager, base, self._block_bytes)

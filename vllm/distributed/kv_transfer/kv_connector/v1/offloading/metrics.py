@@ -95,6 +95,8 @@ _OWN: tuple[Definition, ...] = (
 _BYTES = [float(1 << exponent) for exponent in range(14, 36, 3)]
 _SECONDS = [10.0**exponent * step for exponent in range(-5, 2) for step in (1, 3)]
 _BLOCKS = [float(1 << exponent) for exponent in range(11)]
+OBSERVED_MAX = 1024
+"""So many are told even if no other figure has changed: a request that cannot be admitted is looked up in every step."""
 
 
 class OffloadingConnectorStats(SimpleCPUOffloadStats):
@@ -131,6 +133,7 @@ class Observed:
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._values: dict[str, list[float]] = defaultdict(list)
+        self._num_values = 0
         self._is_wanted = False
         self._put_off: dict[str, float] = {}
 
@@ -158,11 +161,18 @@ class Observed:
     def _note(self, name: str, value: float) -> None:
         if self._is_wanted:
             self._values[name].append(value)
+            self._num_values += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so much was observed that it should be told now."""
+        return self._num_values >= OBSERVED_MAX
 
     def report(self, stats: OffloadingConnectorStats) -> None:
         """Add what was observed since the last call."""
         self._is_wanted = True
         values, self._values = self._values, defaultdict(list)
+        self._num_values = 0
         for name in (LOAD_SIZE, STORE_SIZE, LOOKUP_SYNC_DELAY, LOOKUP_ASYNC_DELAY, ALLOCATION_SIZE):
             stats.observe(name, values[name])
         stats.observe(SIZE, values[LOAD_SIZE], _LOADED)
