@@ -108,6 +108,28 @@ def test_a_folder_that_cannot_be_written_stores_nothing(tmp_path: Path) -> None:
     assert [Engine(tmp_path / "kv").offered(name) for name in ("one", "two")] == [0, 0]
 
 
+def test_a_prefix_that_could_not_be_written_is_not_begun_again_for_an_equal_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path)
+    for name in ("one", "two"):
+        engine.driver.add(name, range(9), max_tokens=1)
+    orders = engine.driver.scheduler.schedule().kv_connector_metadata
+    assert orders is not None
+    engine.worker.bind_connector_metadata(orders)
+    engine.worker.save_kv_layer("layer0", engine.caches["layer0"], None)
+
+    def fail_once(*args: Any) -> None:
+        monkeypatch.undo()
+        raise OSError("no space left")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail_once)
+    engine.worker.save_kv_layer("layer1", engine.caches["layer0"], None)
+    engine.worker.save_kv_layer("layer2", engine.caches["layer0"], None)
+    engine.worker.wait_for_save()
+    assert list(tmp_path.iterdir()) == [], "a folder without its first layer would be offered"
+
+
 def test_another_model_does_not_use_the_folder(tmp_path: Path) -> None:
     hits = [Engine(tmp_path, model).offered("r") for model in ("one", "other", "one", "other")]
     assert hits == [0, 0, 12, 12]

@@ -131,6 +131,8 @@ class ExampleConnector(KVConnectorBase_V1):
         self._kv_caches: dict[str, torch.Tensor] = {}
         # Folder of a prefix → the temporary folder its layers are collected in.
         self._collecting: dict[Path, Path] = {}
+        # Folders that could not be written in this step.
+        self._given_up: set[Path] = set()
         self._failed_blocks: set[int] = set()
         model = vllm_config.model_config
         self._model: tuple[object, ...] = ()
@@ -188,6 +190,7 @@ class ExampleConnector(KVConnectorBase_V1):
         # What a step that failed has left is not complete.
         for folder in list(self._collecting):
             self._discard(folder)
+        self._given_up.clear()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are over when ``start_load_kv`` returns."""
@@ -197,7 +200,7 @@ class ExampleConnector(KVConnectorBase_V1):
     ) -> None:
         for request in self._requests(is_store=True):
             folder = self._folder(request.token_ids, request.mm_hashes, request.extra_keys)
-            if folder.exists():
+            if folder in self._given_up or folder.exists():
                 continue
             pages = kv_layer[self._blocks(request).to(kv_layer.device)].detach().cpu().contiguous()
             try:
@@ -208,7 +211,7 @@ class ExampleConnector(KVConnectorBase_V1):
                 safetensors.torch.save_file({TENSOR_NAME: pages}, str(file))
             except (OSError, safetensors.SafetensorError) as error:
                 logger.error("ExampleConnector: %s cannot be stored: %s", folder, error)
-                self._orders().remove(request)
+                self._given_up.add(folder)
                 self._discard(folder)
 
     def _discard(self, folder: Path) -> None:
@@ -225,14 +228,11 @@ class ExampleConnector(KVConnectorBase_V1):
                 # Another engine stored the same prefix meanwhile; either copy is right.
                 shutil.rmtree(temporary, ignore_errors=True)
 
-    def _orders(self) -> list[ReqMeta]:
+    def _requests(self, is_store: bool) -> Iterable[ReqMeta]:
         metadata = self._get_connector_metadata()
         if not isinstance(metadata, ExampleConnectorMetadata):
             raise TypeError(f"expected ExampleConnectorMetadata, got {type(metadata).__name__}")
-        return metadata.requests
-
-    def _requests(self, is_store: bool) -> Iterable[ReqMeta]:
-        return [request for request in self._orders() if request.is_store == is_store]
+        return [request for request in metadata.requests if request.is_store == is_store]
 
     def _blocks(self, request: ReqMeta) -> torch.Tensor:
         return torch.tensor([slot // self._block_size for slot in request.slot_mapping[:: self._block_size]])
