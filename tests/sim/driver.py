@@ -71,7 +71,7 @@ def _run(seed: int, ticks: int, actions: Sequence[Action] | None) -> Result:
 
 
 def drain(run: Run) -> None:
-    """I10: without arrivals and faults, everything ends within a bound."""
+    """I10: without arrivals and faults, everything ends within a bound, even if another engine never comes to rest."""
     run.draining = True
     run.scheduler.set_pause_state(PauseState.UNPAUSED)
     work = sum(len(t.prompt) + t.max_tokens for t in run.live())
@@ -83,6 +83,7 @@ def drain(run: Run) -> None:
         for lanes in run.worker.all_lanes:
             lanes.finish_all()
         run.act("compile", place)
+        run.insist()
         if len(run.steps) < run.params.depth and run.scheduler.has_requests():
             run.act("schedule", place)
         if any(not step.executed for step in run.steps):

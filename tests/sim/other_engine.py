@@ -7,6 +7,7 @@ prefixes of the requests of this run, so that either engine finds what the other
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -60,7 +61,7 @@ class OtherEngine(MiniEngine):
         marks: Marks,
     ) -> None:
         super().__init__(memory.path, memory.shape, memory.clock)
-        self._worker, self._registry, self._sizes, self._marks = worker, registry, sizes, marks
+        self._worker, self._registry, self.sizes, self._marks = worker, registry, sizes, marks
         self._versions: dict[int, int] = {}
         self._filled_with: dict[int, int] = {}  # slot -> weights under which its content was computed
         self.is_dead = False
@@ -168,7 +169,7 @@ class OtherEngine(MiniEngine):
             self._die(rng, requests)
 
     def _begin(self, rng: random.Random, request: Request) -> None:
-        group, size = rng.choice(sorted(self._sizes.items()))
+        group, size = rng.choice(sorted(self.sizes.items()))
         scale = size // self._registry.unit
         num_blocks = len(request.block_hashes) // scale
         first = rng.choice((0, 0, rng.randint(0, num_blocks)))
@@ -192,6 +193,12 @@ class OtherEngine(MiniEngine):
             self._marks.hit("another engine dies in the middle")
         self.die()
         self.is_dead = True
+
+    def insist(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Store at once what the pool lacks of these, whatever is evicted for it."""
+        for key in keys:
+            if self.stage(key):
+                self.finish(len(self.stores) - 1)
 
     def rest(self) -> None:
         """End everything."""

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.simple_kv_offload.admission import CopiedLately
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
 from vllm.v1.simple_kv_offload.rank_parts import RankParts
 from vllm.v1.simple_kv_offload.shared_pool import SharedPool, SlotState
@@ -135,7 +136,15 @@ def _parts_of_the_context_count_as_copies(original: Any) -> Any:
     return tp_shard
 
 
+def _copies_are_made_again_over_what_others_have(original: Any) -> Any:
+    """A lazy engine copies again and again what another one evicts, whose copies it evicts for that."""
+    return lambda self, keys, now, span, limit: set()
+
+
 SHARED_POOL_MUTANTS = {
+    "copies are made again over what others have": _replaced(
+        CopiedLately, "among", _copies_are_made_again_over_what_others_have
+    ),
     "parts of the context count as copies": _replaced(
         AttentionSpec, "tp_shard", _parts_of_the_context_count_as_copies
     ),

@@ -9,6 +9,7 @@ from tests.sim.other_engine import OtherEngine
 from tests.sim.params import SimParams
 from tests.sim.registry import HashRegistry
 from tests.sim.views import RunViews
+from vllm.v1.core.block_hash import BlockHashWithGroupId, make_block_hash_with_group_id
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
@@ -24,6 +25,7 @@ class SharedRun(RunViews):
     store_excuse: str | None
     _other: OtherEngine | None = None
     _observer: OtherEngine | None = None
+    _wanted: list[BlockHashWithGroupId] | None = None
 
     def other_engine(self) -> OtherEngine:
         """The engine beside this one; a new one where it has died."""
@@ -62,6 +64,30 @@ class SharedRun(RunViews):
             if engine is not None and not engine.is_dead:
                 engine.die()
         self.world.close()
+
+    def insist(self) -> None:
+        """The other engine wants as many blocks in the pool as that has, and never gives up.
+
+        None of them lies on this engine's device: what that has, it may want there itself.
+        """
+        if not self.params.shared or self.offload is None:
+            return
+        if self._wanted is None:
+            self._wanted = self._not_on_the_device(self.params.host_blocks - 1)
+            self.store_excuse = self.store_excuse or "another engine"
+        self.other_engine().insist(self._wanted)
+
+    def _not_on_the_device(self, count: int) -> list[BlockHashWithGroupId]:
+        index, found = self.device_pool.cached_block_hash_to_block, []
+        group, tokens = min(self.other_engine().sizes.items())
+        scale = tokens // self.registry.unit
+        for request in self.requests.values():
+            for block_hash in request.block_hashes[scale - 1 :: scale]:
+                key = make_block_hash_with_group_id(block_hash, group)
+                is_known = bytes(block_hash) in self.registry.meanings
+                if is_known and key not in found and index.get_one_block(key) is None:
+                    found.append(key)
+        return found[-count:]
 
     def _do_other(self, rng: random.Random) -> None:
         """Another engine of the node does something with the shared pool."""

@@ -29,7 +29,7 @@ def run() -> Iterator[Run]:
 def other(run: Run) -> OtherEngine:
     """It has stored a block and reads it."""
     other = run.other_engine()
-    group, size = min(other._sizes.items())
+    group, size = min(other.sizes.items())
     per_block = size // run.registry.unit
     for place in range(9):
         run.act("arrive", place)

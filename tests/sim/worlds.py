@@ -75,7 +75,7 @@ def draw_params(seed: int) -> SimParams:
     params = _with_drafts(
         _with_two_lazy(_with_second(_with_policies(_with_disk(fit(_with_scratch(params))))))
     )
-    params = _with_split_context(_with_kept_disk(_with_other_engine(params)))
+    params = _with_split_context(_with_kept_disk(_with_lazy_sharers(_with_other_engine(params))))
     return replace(params, grammars=draw_grammars(seed))
 
 
@@ -272,6 +272,14 @@ def _with_other_engine(params: SimParams) -> SimParams:
         alike, own = rng.sample(range(len(specs)), 2)
         specs[alike], specs[own] = _with_heads(specs[alike], 1), _with_heads(specs[own], None)
     return fit(replace(params, ranks=rng.choice((2, 2, 3, 4)), specs=tuple(specs)))
+
+
+def _with_lazy_sharers(params: SimParams) -> SimParams:
+    """A lazy engine on a shared pool without room for all in some of the worlds that have one; drawn apart as well."""
+    rng = Streams(params.seed).stream("lazy sharers")
+    if not params.shared or params.store_threshold or rng.random() >= 0.4:
+        return params
+    return replace(params, lazy=True, host_blocks=rng.randint(6, 16))
 
 
 def _split(spec: KVCacheSpec, rng: random.Random) -> KVCacheSpec:

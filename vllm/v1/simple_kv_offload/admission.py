@@ -1,13 +1,15 @@
-"""Which content is worth a copy because it was wanted before: offers counted by hash.
+"""Which content is worth a copy because it was wanted before, and which has had one: offers and copies by hash.
 
-Owns the counts and how far each request's prefix is worth a copy. It must not know blocks, tiers or copies. Layer L4.
+Owns the counts, how far each request's prefix is worth a copy, and what was copied lately. It must not know blocks,
+tiers or copies. Layer L4.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Set
 
-from vllm.v1.core.block_hash import BlockHash
+from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
 from vllm.v1.request import Request
 
 DEFAULT_MAX_TRACKER_SIZE = 64_000
@@ -74,3 +76,34 @@ class ReuseFilter:
     def num_requests(self) -> int:
         """Requests under way that have offered something."""
         return len(self._progress)
+
+
+class CopiedLately:
+    """What lazy stores have copied since the device lost as many blocks as are in danger of that at a time.
+
+    Time is counted in blocks that the device has lost: where it loses none, nothing is new, and no copy is wanted twice.
+    """
+
+    def __init__(self) -> None:
+        self._copied: dict[BlockHashWithGroupId, int] = {}  # and when, the earliest first
+
+    def note(self, keys: Iterable[BlockHashWithGroupId], now: int) -> None:
+        """These were copied."""
+        for key in keys:
+            self._copied.pop(key, None)
+            self._copied[key] = now
+
+    def among(
+        self, keys: Set[BlockHashWithGroupId], now: int, *, span: int, limit: int
+    ) -> set[BlockHashWithGroupId]:
+        """Those of the keys that were copied in the last ``span`` of that time; of all, ``limit`` are remembered."""
+        copied = self._copied
+        while copied:
+            first = next(iter(copied))
+            if len(copied) <= limit and now - copied[first] < span:
+                break
+            del copied[first]
+        return {key for key in keys if key in copied} if copied else set()
+
+    def __len__(self) -> int:
+        return len(self._copied)

@@ -28,7 +28,8 @@ class HolePatrol:
     """Re-examines a bounded part of some running requests per step, while the tier evicts.
 
     Slots that a running request counts on are *guarded*: filling one hole never digs another, so two
-    requests cannot evict each other for ever. First-time stores may take the guarded slots of others.
+    requests cannot evict each other for ever. First-time stores may take the guarded slots of others. What requests of
+    other engines count on is not known: there a hole is filled over their content once per request and block.
     """
 
     def __init__(self) -> None:
@@ -138,8 +139,13 @@ class HolePatrol:
         if source is None:
             return
         victim = chosen.next_victim()
-        if victim is not None and not self._is_guarded(victim):
-            stores.choose(chosen, source, state.request)
+        if victim is None or self._is_guarded(victim):
+            return
+        if stores.tier.is_of_others(victim):
+            if key in state.filled_once:
+                return
+            state.filled_once.add(key)
+        stores.choose(chosen, source, state.request)
 
     def _is_guarded(self, slot: KVCacheBlock) -> bool:
         return slot.block_hash is not None and self._guarded.get(slot.block_id) == slot.block_hash

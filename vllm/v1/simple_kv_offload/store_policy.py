@@ -24,7 +24,7 @@ from vllm.v1.core.block_ops import find_cached, token_counts
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.request import Request
-from vllm.v1.simple_kv_offload.admission import ReuseFilter
+from vllm.v1.simple_kv_offload.admission import CopiedLately, ReuseFilter
 from vllm.v1.simple_kv_offload.eviction import Victims
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import Candidate, Candidates, Contents, StagedKey
@@ -51,6 +51,8 @@ class StoreRequestState:
     """State of the tier when the last round began."""
     guarded_slots: set[int] = field(default_factory=set, kw_only=True)
     """Slots of the tier this request counts on; written by the hole patrol."""
+    filled_once: set[BlockHashWithGroupId] = field(default_factory=set, kw_only=True)
+    """Holes that were filled over what another engine had stored; written by the hole patrol."""
     start_tokens: int = field(default=0, kw_only=True)
     """Tokens that counted as computed when it got its table: hits, whose bytes may still have been on their way."""
 
@@ -187,6 +189,7 @@ class Stores:
     """Whether only tokens of prompts are stored."""
 
     reuse: ReuseFilter = field(default_factory=ReuseFilter)
+    lately: CopiedLately = field(default_factory=CopiedLately)
 
     def wanted_tokens(self, request: Request) -> int:
         """Tokens from the request's start whose copies are wanted, complete or not."""
@@ -198,6 +201,18 @@ class Stores:
     def storable_tokens(self, request: Request) -> int:
         """Tokens from the request's start whose copies are wanted and whose bytes are known to be complete."""
         return min(confirmed_tokens(request), self.wanted_tokens(request))
+
+    def copied_lately(
+        self, keys: Set[BlockHashWithGroupId], num_endangered: int
+    ) -> Set[BlockHashWithGroupId]:
+        """Those of the keys that a lazy store has copied since as many blocks were lost as are in danger now.
+
+        Nothing in a pool that is this engine's alone: there no copy is evicted while its block is in danger.
+        """
+        if self.tier.shared is None:
+            return frozenset()
+        span, limit = num_endangered + len(self.in_flight), self.device.num_gpu_blocks
+        return self.lately.among(keys, self.device.num_evicted, span=span, limit=limit)
 
     def is_copied(self, key: BlockHashWithGroupId) -> bool:
         """Whether the tier has this content or is about to."""
@@ -433,7 +448,8 @@ def select_endangered(
 
     The candidates are in backward order, the last one chosen first: a lease gives its blocks back last first, and the
     oldest must end up frontmost again. A copy never takes the slot of another endangered block, ``out_of_sight`` or
-    not: two of them would evict each other for ever. Their slots therefore become the youngest of the tier.
+    not: two of them would evict each other for ever. Their slots therefore become the youngest of the tier. Nor does a
+    copy that is made again take the slot of what another engine has stored: two engines would do so by turns.
     """
     lacks_all = endangered.num_lacking == len(endangered.keys) and stores.tier.shared is None
     lacking = set(endangered.keys if lacks_all else stores.tier.lacking(endangered.keys))
@@ -452,10 +468,13 @@ def select_endangered(
         blocks, keys = list(compress(blocks, wanted)), list(compress(keys, wanted))
     chosen = Selection(stores.tier, lambda slot: slot.block_hash in all_keys, max_blocks)
     chosen.room = min(chosen.room, limit)
+    again = stores.copied_lately(lacking, len(endangered.keys))
+    if again and len(again) == len(lacking) and stores.tier.is_of_others(chosen.next_victim()):
+        return chosen  # and stays as it is, until something is new
     if keys and (out_of_sight or len(keys) < len(endangered.keys)):
         slots = [stores.tier.get(key) for key in (*endangered.keys, *out_of_sight) if key not in lacking]
         stores.tier.refresh([slot for slot in slots if slot is not None])
-    if is_distinct and not stores.has_further_keys:
+    if is_distinct and not stores.has_further_keys and not again:
         chosen.choose_all(blocks, keys, lacking, all_keys)
         return chosen
     for block, key in zip(blocks, keys, strict=True):
@@ -463,6 +482,8 @@ def select_endangered(
             continue
         if not chosen.has_room:
             break
+        if key in again and stores.tier.is_of_others(chosen.next_victim()):
+            continue
         stores.choose(chosen, block, None)
     chosen.candidates = chosen.candidates[::-1]
     return chosen

@@ -384,6 +384,8 @@ class StoreSide:
         transfer.finish(ok=ok)
 
     def _commit(self, transfer: Transfer, state: StoreRequestState | None) -> None:
+        if self._tier.shared is not None and transfer.request_id is None:
+            self.stores.lately.note(transfer.keys.all_keys(), self.stores.device.num_evicted)
         for slot, keys in transfer.trusted_keys():
             self._tier.commit(slot, keys)
             if state is not None:

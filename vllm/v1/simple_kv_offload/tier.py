@@ -14,7 +14,7 @@ from functools import wraps
 from itertools import islice
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from vllm.distributed.kv_event_types import AnyKVCacheEvent
+from vllm.distributed.kv_event_types import AnyKVCacheEvent, BlockStored
 from vllm.utils.checks import check
 from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId, get_group_suffix
 from vllm.v1.core.block_pool import BlockPool
@@ -188,6 +188,12 @@ class Tier:
         """Whether another engine of the pool is storing this content."""
         return self.shared is not None and self.shared.is_expected(key)
 
+    def is_of_others(self, slot: KVCacheBlock | None) -> bool:
+        """Whether the slot holds what another engine of the pool has stored."""
+        if self.shared is None or slot is None or slot.block_hash is None:
+            return False
+        return slot.block_id not in self.shared.own_slots
+
     def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """A findable slot with this key."""
         return self.pool.cached_block_hash_to_block.get_one_block(key)
@@ -288,6 +294,10 @@ class Tier:
     def take_events(self) -> list[AnyKVCacheEvent]:
         """Events since the last call, with the kind and the window of their group."""
         return self.coordinator.take_events()
+
+    def present_events(self) -> list[BlockStored]:
+        """All that events of this tier have told of and that is there still."""
+        return self.coordinator.present_events()
 
 
 def tier_kv_cache_config(kv_cache_config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
