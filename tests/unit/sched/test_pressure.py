@@ -63,6 +63,33 @@ def test_nobody_is_admitted_and_preempted_again_and_again(
     driver.assert_at_rest()
 
 
+@pytest.mark.parametrize("kind", SPECS)
+def test_nobody_is_admitted_into_the_blocks_that_admitted_prompts_still_lack(kind: str) -> None:
+    num_blocks = {"full": 21, "window and state": 30, "two rows, ring and state": 40}[kind]
+    scheduler = make_scheduler(SPECS[kind], num_blocks, long_prefill_token_threshold=8)
+    driver = Driver(scheduler)
+    requests = [driver.add("a", prompt(48), max_tokens=2), driver.add("b", prompt(40, 1), max_tokens=2)]
+    driver.step()
+    assert list(driver.steps[-1].num_scheduled_tokens) == ["a"], (
+        "b fits beside what a has, not beside what it needs"
+    )
+    while "a" in [r.request_id for r in scheduler._inflight_prefills]:
+        driver.step()
+    driver.run()
+    assert [request.num_preemptions for request in requests] == [0, 0]
+    driver.assert_at_rest()
+
+
+def test_where_prompts_need_not_fit_whole_nothing_is_kept_for_their_rest() -> None:
+    scheduler = make_scheduler([full(4)], 21, long_prefill_token_threshold=8, reserve_full_isl=False)
+    driver = Driver(scheduler)
+    driver.add("a", prompt(48), max_tokens=2)
+    driver.add("b", prompt(40, 1), max_tokens=2)
+    driver.step()
+    assert list(driver.steps[-1].num_scheduled_tokens) == ["a", "b"]
+    driver.run()
+
+
 def test_a_misfit_is_not_looked_up_again_before_something_has_changed() -> None:
     connector = FakeConnector(4)
     scheduler = make_scheduler([full(4)], 16, connector=connector, max_num_batched_tokens=64)

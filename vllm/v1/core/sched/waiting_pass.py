@@ -203,7 +203,7 @@ class WaitingPass(Results):
             num_lookahead_tokens=self.params.num_lookahead_tokens,
             num_external_computed_tokens=hit.num_external,
             full_sequence_must_fit=self.params.reserve_full_isl,
-            reserved_blocks=self._room_to_grow(),
+            reserved_blocks=self._room_to_grow() + self._owed_to_prefills(),
             has_scheduled_reqs=bool(self.running),
         )
         if blocks is None:
@@ -264,6 +264,13 @@ class WaitingPass(Results):
     def _room_to_grow(self) -> int:
         """Blocks that must stay free for what runs, where admissions have led to preemptions lately."""
         return self._pressure.reserve(len(self.running), self.kv_cache_manager.num_kv_cache_groups)
+
+    def _owed_to_prefills(self) -> int:
+        """Blocks that admitted prompts still lack, where whole prompts have to fit: nobody else is admitted into them."""
+        if not self.params.reserve_full_isl:
+            return 0
+        manager = self.kv_cache_manager
+        return sum(blocks_missing(manager, one, one.num_tokens) for one in self._inflight_prefills)
 
     def _blocks_spoken_for(self, request: Request, hit: Hit) -> int:
         """Blocks that must stay free beside a load: for what follows it (the first step, or the whole prompt where that
