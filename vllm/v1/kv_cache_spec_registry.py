@@ -28,7 +28,7 @@ _KINDS: dict[str, tuple[str, str | None]] = {
     ),
     "vllm.v1.kv_cache_spec_attention.CrossAttentionSpec": (f"{_KV_KINDS}.cross:CrossAttentionManager", None),
     "vllm.v1.kv_cache_spec_attention.EncoderOnlyAttentionSpec": (
-        f"{_KV_KINDS}.cross:CrossAttentionManager",
+        f"{_KV_KINDS}.cross:EncoderOnlyAttentionManager",
         None,
     ),
     "vllm.v1.kv_cache_spec_window.SlidingWindowSpec": (

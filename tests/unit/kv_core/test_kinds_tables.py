@@ -36,6 +36,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     HiSparseHotSpec,
     HiSparseResidentSpec,
     KVCacheConfig,
@@ -243,6 +244,17 @@ def test_cross_attention_counts_encoder_tokens() -> None:
     assert group.allocate_external_computed_blocks("r", 0, 8) == [], "tokens from elsewhere are the decoder's"
     assert kv.block_pool.get_num_free_blocks() == free
     assert [len(t) for t in kv.get_block_ids_for_computed_tokens("r", 4)] == [1, 3]
+
+
+def test_encoder_only_attention_holds_no_block_whatever_the_encoder_is_given() -> None:
+    only = EncoderOnlyAttentionSpec(block_size=4, num_kv_heads=1, head_size=1, dtype=BYTE)
+    kv = manager(20, full(4), only, scheduler_block=4, enable_caching=False)
+    req = request("r", range(4), hash_block=4)
+    assert kv.allocate_slots(req, 4, num_encoder_tokens=10, full_sequence_must_fit=True) is not None
+    assert [len(t) for t in tables(kv, "r")] == [1, 0]
+    assert kv.num_slots("r") == 4
+    kv.free(req)
+    assert kv.block_pool.get_num_free_blocks() == 19
 
 
 def test_hot_scratch_is_a_fixed_share_and_resident_blocks_cover_tokens_in_flight() -> None:

@@ -1,4 +1,7 @@
-"""Cross attention: blocks for the encoder's output, as many as its tokens need, never found by hash. Layer: L3."""
+"""Cross attention: blocks for the encoder's output, as many as its tokens need, never found by hash. Layer: L3.
+
+Encoder-only attention keeps nothing: the whole input is computed at once.
+"""
 
 from __future__ import annotations
 
@@ -54,4 +57,33 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         record_for_zeroing: bool = True,
     ) -> list[KVCacheBlock]:
         """Computed decoder tokens need no blocks here."""
+        return []
+
+
+class EncoderOnlyAttentionManager(CrossAttentionManager):
+    """No block is ever held, as the spec's size says."""
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """None."""
+        return 0
+
+    def allocate_new_blocks(
+        self,
+        request_id: str,
+        num_tokens: int,
+        num_tokens_main_model: int,
+        total_computed_tokens: int = 0,
+        prefill_end: int = 0,
+    ) -> list[KVCacheBlock]:
+        """None."""
         return []
