@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import re
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.kv_plans import full, mamba, plan_config, ring, window
+from tests.helpers.kv_plans import BF16, full, mamba, plan_config, ring, window
 from vllm.v1.core.kv_cache_placement import bytes_per_block, group_waste, layer_spec
-from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder, get_kv_cache_groups
+from vllm.v1.core.kv_cache_planning import (
+    DefaultKVCacheConfigBuilder,
+    get_global_kv_cache_groups,
+    get_kv_cache_configs,
+    get_kv_cache_groups,
+)
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
     HiSparseHotSpec,
     HiSparseResidentSpec,
     KVCacheConfig,
     KVCacheLayout,
     KVCacheSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
 )
 
 BLOCKS = 3
@@ -35,6 +52,82 @@ layers = st.one_of(
     st.builds(hot, st.sampled_from([24, 96])),
     st.builds(resident, st.sampled_from([24, 96])),
 )
+
+
+def attention(kind: type[AttentionSpec], block_size: int, head_size: int, **more: object) -> KVCacheSpec:
+    return kind(block_size=block_size, num_kv_heads=1, head_size=head_size, dtype=BF16, **more)
+
+
+blocks, sizes = st.sampled_from([4, 8]), st.integers(1, 9)
+every_kind = st.one_of(
+    layers,
+    st.builds(attention, st.just(FullAttentionSpec), blocks, sizes, block_stride_alignment=st.sampled_from([96, 64])),
+    st.builds(attention, st.just(ChunkedLocalAttentionSpec), blocks, sizes, attention_chunk_size=st.sampled_from([8, 16])),
+    st.builds(attention, st.just(SinkFullAttentionSpec), blocks, sizes, sink_len=st.sampled_from([2, 4])),
+    st.builds(attention, st.just(RSWASpec), blocks, sizes, rswa_window=st.sampled_from([4, 8])),
+    st.builds(attention, st.just(CrossAttentionSpec), blocks, sizes),
+    st.builds(attention, st.just(EncoderOnlyAttentionSpec), blocks, sizes),
+    st.builds(attention, st.just(HiddenStateCacheSpec), blocks, sizes),
+    st.builds(
+        attention,
+        st.just(MLAAttentionSpec),
+        blocks,
+        sizes,
+        tokens_per_state=st.sampled_from([1, 4]),
+        alignment=st.sampled_from([None, 32]),
+        is_draft=st.booleans(),
+    ),
+    st.builds(
+        attention,
+        st.just(SlidingWindowMLASpec),
+        blocks,
+        sizes,
+        sliding_window=st.sampled_from([4, 8]),
+        bounded_replay=st.booleans(),
+    ),
+)  # fmt: skip
+REFUSED = "cannot be made|swa_bounded_replay needs|one page size"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(every_kind, st.integers(0, 2)), min_size=1, max_size=9),
+    st.sampled_from(["BLHNC", "BLNHC", "LBHNC", "LBNHC"]),
+)
+def test_any_mix_of_kinds_over_pipeline_stages_has_each_page_to_itself(
+    dealt: list[tuple[KVCacheSpec, int]], name: str
+) -> None:
+    config = plan_config(layout=name, override=24)
+    stages: list[dict[str, KVCacheSpec]] = [{}, {}, {}]
+    for i, (spec, stage) in enumerate(dealt):
+        stages[stage][f"l{i}"] = spec
+    refusal = ""
+    try:
+        groups = get_global_kv_cache_groups(config, stages)
+        plans = get_kv_cache_configs(config, stages, [1 << 20] * 3, groups)
+    except (NotImplementedError, ValueError) as error:
+        refusal, plans = str(error), []
+    assert not refusal or re.search(REFUSED, refusal), refusal  # told, and never planned wrongly
+    assert len(plans) == (0 if refusal else 3)
+    for plan, stage_specs in zip(plans, stages, strict=False):
+        assert plan.num_blocks == 24
+        assert sorted(n for g in plan.kv_cache_groups for n in g.layer_names) == sorted(stage_specs)
+        assert sorted(n for t in plan.kv_cache_tensors for n in t.layers) == sorted(stage_specs)
+        pages = []  # (first byte, end, block, group)
+        for number, group in enumerate(plan.kv_cache_groups):
+            for layer in group.layer_names:
+                tensor = next(t for t in plan.kv_cache_tensors if layer in t.layers)
+                for block in range(plan.num_blocks):
+                    start = tensor.page_start(tensor.layers.index(layer), block)
+                    end = start + layer_spec(group, layer).page_size_bytes
+                    assert 0 <= start < end <= tensor.size
+                    pages.append((start, end, block, number))
+        reach: dict[int, tuple[int, int]] = {}  # group -> end of its bytes so far, and of which block
+        for start, end, block, number in sorted(pages):
+            for other, (other_end, other_block) in reach.items():
+                # Groups lie on each other, block by block; within a group every page is apart.
+                assert other_end <= start or (other != number and other_block == block)
+            reach[number] = (end, block)
 
 
 def page_bytes(

@@ -87,6 +87,12 @@ SIGNATURES = {
     "vllm.logprobs:create_sample_logprobs": "flat_logprobs",
     "vllm.exceptions:VLLMValidationError": "message, *, parameter=None, value=None",
     "vllm.config:ModelConfig": 'model="Qwen/Qwen3-0.6B", ...',
+    "vllm.config.model:ModelConfig": (
+        'kw | model="Qwen/Qwen3-0.6B", runner="auto", convert="auto", tokenizer=None, tokenizer_mode="auto", '
+        'trust_remote_code=False, dtype="auto", seed=0, max_model_len=None, quantization=None, enforce_eager=False, '
+        "skip_tokenizer_init=False, hf_overrides={}, served_model_name=None, max_logprobs=20, "
+        'logprobs_mode="raw_logprobs", enable_trace_replay=False'
+    ),
     "vllm.config:SchedulerConfig": (
         "kw | max_model_len, is_encoder_decoder, runner_type='generate', max_num_batched_tokens=2048, "
         "max_num_scheduled_tokens=None, max_num_seqs=128, max_num_active_seqs=None, long_prefill_token_threshold=0, "

@@ -40,7 +40,10 @@ EXPORTS = {
     f"{_V1}.simple_cpu_offload_connector": "SimpleCPUOffloadConnector, DEFAULT_CPU_CAPACITY_BYTES, "
     "VALID_KV_OFFLOAD_BACKENDS",
     f"{_V1}.offloading_connector": "OffloadingConnector",
-    f"{_V1}.offloading.metrics": "OffloadingConnectorStats, OffloadPromMetrics",
+    f"{_V1}.offloading.metrics": "OffloadingConnectorStats, OffloadPromMetrics, KV_OFFLOAD_CONFIG_INFO, "
+    "get_connector_metric_definitions",
+    "vllm.v1.kv_offload.base": "OffloadKey, make_offload_key, get_offload_block_hash, get_offload_group_idx, Medium.CPU, "
+    "Medium.STORAGE, Locality.LOCAL, Locality.REMOTE, TierMatcher, TierFilter",
     f"{_SO}.manager": "SimpleCPUOffloadScheduler, StoreRequestState, LoadRequestState, TransferMeta, BlockStoreMeta, "
     "BoundaryStoreStats",
     f"{_SO}.metadata": "SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata, INVALID_JOB_ID",
@@ -135,6 +138,10 @@ SIGNATURES = {
     f"{_V1}.offloading_connector:OffloadingConnector": "vllm_config, role, kv_cache_config",
     f"{_V1}.offloading.metrics:OffloadingConnectorStats": "data=_",
     f"{_V1}.offloading.metrics:OffloadPromMetrics": _PROM,
+    f"{_V1}.offloading.metrics:get_connector_metric_definitions": "",
+    "vllm.v1.kv_offload.base:make_offload_key": "block_hash, group_idx",
+    "vllm.v1.kv_offload.base:get_offload_block_hash": "_key",
+    "vllm.v1.kv_offload.base:get_offload_group_idx": "_key",
     f"{_SO}.manager:SimpleCPUOffloadScheduler": (
         "vllm_config, kv_cache_config, cpu_capacity_bytes, scheduler_block_size, hash_block_size, lazy_offload=False, "
         "disk_capacity_bytes=0, use_page_cache=False, num_cpu_blocks=None, aligned_num_cpu_blocks=None"

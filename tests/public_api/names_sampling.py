@@ -9,7 +9,8 @@ _TOP = "vllm.v1.sample.ops.topk_topp_sampler"
 EXPORTS = {
     "vllm.v1.sample.metadata": "SamplingMetadata",
     "vllm.v1.sample.sampler": "Sampler",
-    _PROCESSORS: "LogitsProcessor, BatchUpdate, MoveDirectionality, BatchUpdateBuilder, LogitsProcessors, "
+    _PROCESSORS: "LogitsProcessor, BatchUpdate, MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP, "
+    "BatchUpdateBuilder, LogitsProcessors, "
     "build_logitsprocs, MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokensLogitsProcessor, "
     "AdapterLogitsProcessor, RequestLogitsProcessor, validate_logits_processors_parameters, LOGITSPROCS_GROUP, "
     "STR_POOLING_REJECTS_LOGITSPROCS, STR_SPEC_DEC_REJECTS_LOGITSPROCS",

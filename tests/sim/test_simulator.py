@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim import shrink
 from tests.sim.__main__ import main
 from tests.sim.batch import first_failure, run_batch
 from tests.sim.driver import replay, run_seed
@@ -59,6 +60,24 @@ def test_a_run_of_nothing_is_refused_instead_of_clean(flag: str, capsys: pytest.
     with pytest.raises(SystemExit):
         main([flag, "0"])
     assert f"{flag} must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_failing_run_is_shortened_while_it_fails_alike_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shrink, "REGRESSIONS", tmp_path)
+    with MUTANTS["lose an event"]():
+        failing = first_failure(range(MUTANT_SEEDS), 100, "lose an event")
+        assert failing is not None
+        failing = run_seed(failing.seed, 100)
+        path = shrink.shrink_and_save(failing)
+        seed, actions = load(path)
+        again = replay(seed, actions).failure
+    assert again is not None
+    assert failing.failure is not None
+    assert (again.code, path.name) == (failing.failure.code, f"{again.code.lower()}_seed_{seed}.json")
+    assert len(actions) < len(failing.actions) // 2
+    assert replay(seed, actions).failure is None, "without the bug the short list is clean"
 
 
 def test_the_command_under_a_failure_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
