@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
+SNAPSHOT = b"snapshot"
 
 Key = tuple[str, int | None, int | bytes]
 
@@ -108,11 +109,26 @@ def replay(endpoint: str, start: int = 0, timeout_ms: int = 5000) -> list[tuple[
     Raises:
         TimeoutError: no end marker within `timeout_ms` after the last message.
     """
+    return _ask(endpoint, start.to_bytes(8, "big"), timeout_ms)
+
+
+def snapshot(endpoint: str, timeout_ms: int = 5000) -> list[tuple[int, list[Any]]]:
+    """What is cached now, for who comes late: one batch of stores, or none if nothing was ever published.
+
+    Subscribe first; then of the live batches those behind the snapshot's sequence number are to be applied.
+
+    Raises:
+        TimeoutError: no answer within `timeout_ms`.
+    """
+    return _ask(endpoint, SNAPSHOT, timeout_ms)
+
+
+def _ask(endpoint: str, question: bytes, timeout_ms: int) -> list[tuple[int, list[Any]]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(endpoint)
-        socket.send_multipart([b"", start.to_bytes(8, "big")])
+        socket.send_multipart([b"", question])
         batches = []
         while True:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from examples.kv_events import CacheIndex, Subscriber, rebuild, replay
+from examples.kv_events import CacheIndex, Subscriber, rebuild, replay, snapshot
 from examples.offload_roundtrip import (
     LOGPROB_TOLERANCE,
     block_size,
@@ -59,6 +59,12 @@ def test_events_name_cacheable_groups_only_and_rebuild_the_cache(glm_server: Eve
         held = {h for e in events for h in e["block_hashes"] if h in index.hashes(medium, e["group_idx"])}
         assert len(held) >= full_blocks_below_last(len(prompt), block) // block, medium
     _assert_chains(index)
+
+    # Who comes late knows the same from one answer, also of an engine that has nothing to do.
+    ((_, (_, events, *_)),) = snapshot(glm_server.replay)
+    late = rebuild([(0, [0.0, events, 0])])
+    assert late.resident == index.resident
+    assert check_events(late, cacheable_groups(glm_server)) == []
 
     assert server.reset(external=True)
     _wait_until_empty(glm_server)

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tests.sim.device import Page
-from tests.sim.events import Residency
+from tests.sim.events import Consumer, Residency
 from tests.sim.failure import SimFailure, require
 from tests.sim.retention import check_retention
 from tests.sim.run import Run
+from vllm.distributed.kv_event_types import BlockStored
 from vllm.v1.core.block_hash import (
     BlockHashWithGroupId,
     get_block_hash,
@@ -255,6 +256,22 @@ def check_events(run: Run, views: Sequence[PoolView]) -> None:
     if known != truth:
         more, less = _difference(known, truth), _difference(truth, known)
         raise SimFailure("I7", f"events say {more} more, and {less} less")
+    if run.params.seed % PARANOID_EVERY == 0:
+        check_snapshot(run, views)
+
+
+def check_snapshot(run: Run, views: Sequence[PoolView]) -> None:
+    """I7: who comes late and is told what is there knows the same as who heard everything."""
+    known = run.consumer.with_pending([event for view in views for event in view.pool.kv_event_queue])
+    told: dict[Residency, int] = {}
+    for event in run.scheduler.present_events():
+        require(isinstance(event, BlockStored), "I7", f"a snapshot holds a {type(event).__name__}")
+        assert isinstance(event, BlockStored)
+        run.registry.check_event(event)
+        Consumer.apply(told, event)
+    if told != known:
+        more, less = _difference(told, known), _difference(known, told)
+        raise SimFailure("I7", f"a snapshot says {more} more, and {less} less, than the events so far")
 
 
 def _told(view: PoolView) -> PoolView:

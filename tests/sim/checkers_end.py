@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.sim.checkers import check_all, check_page
+from tests.sim.checkers import check_all, check_page, check_snapshot, view
 from tests.sim.failure import require
 from tests.sim.restart import check_kept
 from tests.sim.run import Run
@@ -18,6 +18,8 @@ def check_rest(run: Run) -> None:
         run.world.clock.advance(10.0)
         run.look_at_shared_pool()
     check_all(run)
+    pools = [("device", run.device_pool), *((name, pool) for name, pool, _ in run.lower_pools())]
+    check_snapshot(run, [view(name, pool) for name, pool in pools])
     check_nothing_left(run)
     check_device_contents(run)
     check_answers(run)

@@ -56,7 +56,7 @@ class Consumer:
             for event in batch.events:
                 if isinstance(event, BlockStored):
                     self.stored.append(event)
-                self._apply(self.counts, event)
+                self.apply(self.counts, event)
 
     def with_pending(self, pending: Sequence[AnyKVCacheEvent]) -> dict[Residency, int]:
         """What the consumer will know once the events still queued have arrived."""
@@ -64,11 +64,12 @@ class Consumer:
             return self.counts
         counts = dict(self.counts)
         for event in pending:
-            self._apply(counts, event)
+            self.apply(counts, event)
         return counts
 
     @staticmethod
-    def _apply(counts: dict[Residency, int], event: object) -> None:
+    def apply(counts: dict[Residency, int], event: object) -> None:
+        """Count what one event tells."""
         if isinstance(event, BlockStored):
             require(bool(event.block_hashes), "I7", "BlockStored without a hash")
             for block_hash in event.block_hashes:

@@ -159,6 +159,15 @@ def _double_an_event(original: Any) -> Any:
     return report
 
 
+def _late_consumers_are_told_less(original: Any) -> Any:
+    """Who asks what is cached now does not hear of all of it."""
+
+    def present(self: Any) -> Any:
+        return original(self)[1:]
+
+    return present
+
+
 def _wrong_parent(original: Any) -> Any:
     """EVT-04: the parent in an event is the block written last, not the one before."""
 
@@ -381,6 +390,7 @@ MUTANTS: dict[str, Mutant] = {
     "copy reads late": replaced(StoreSide, "plan", _copy_reads_late),
     "lose an event": replaced(BlockIndex, "_report_removed", _lose_an_event),
     "double an event": replaced(BlockIndex, "_report_removed", _double_an_event),
+    "late consumers are told less": replaced(BlockIndex, "present_events", _late_consumers_are_told_less),
     "wrong parent": replaced(BlockIndex, "_report_run", _wrong_parent),
     "leak on deferral": replaced(Promises, "withdraw", _leak_on_deferral),
     "failed store counts as done": replaced(StoreSide, "report", _failed_store_counts_as_done),

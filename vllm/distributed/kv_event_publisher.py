@@ -36,6 +36,8 @@ class EventPublisher(ABC):
 
     def __init__(self, data_parallel_rank: int = 0) -> None:
         self._data_parallel_rank = data_parallel_rank
+        self.wake_core: Callable[[], None] | None = None
+        """To be called, from any thread, when a snapshot is wanted: an idle core would not see it."""
 
     @abstractmethod
     def publish(self, events: EventBatch) -> None:
@@ -44,6 +46,14 @@ class EventPublisher(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Send what is queued (briefly), then close. Idempotent."""
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Some consumer has asked what is cached now; the caller then answers with ``publish_snapshot``."""
+        return False
+
+    def publish_snapshot(self, events: EventBatch) -> None:  # noqa: B027 (who never wants one needs none)
+        """Queue the present state, as stores, for those who asked. It stands behind all batches published so far."""
 
     def get_publisher_config(self) -> KVEventsConfig | None:
         """The config with resolved addresses, or None if nothing is published."""

@@ -7,6 +7,10 @@ Live message: ``[topic, sequence (8 bytes, big endian), payload]``. Replay reque
 with an empty delimiter): ``[start sequence]``; the answer is one such message per kept batch from
 there on, then the end marker ``["", END_SEQ, ""]``. If batches before the oldest kept one were asked
 for, the marker carries the oldest sequence before its last frame: ``["", END_SEQ, oldest, ""]``.
+
+Who comes late, or has missed batches that are not kept, sends ``[b"snapshot"]`` instead of a start. The answer is one message
+like a live one, then the end marker: its events are the stores of all that is cached now, its sequence is that of the last
+batch they contain. Without any batch so far there is only the marker: nothing is cached.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ class ZmqEventPublisher(EventPublisher):
 
     SHUTDOWN_TIMEOUT = SHUTDOWN_TIMEOUT_S
     END_SEQ = (-1).to_bytes(8, "big", signed=True)
+    SNAPSHOT = b"snapshot"  # eight bytes like any start, and no sequence number gets that far
 
     def __init__(
         self,
@@ -67,7 +72,9 @@ class ZmqEventPublisher(EventPublisher):
         check_port_ranges(endpoint, replay_endpoint, data_parallel_rank)
         self._topic = topic.encode("utf-8")
         self._max_queue_size = max_queue_size
-        self._queue: deque[tuple[int, EventBatch]] = deque()
+        # Batches with nobody named are for all.
+        self._queue: deque[tuple[int, EventBatch, tuple[bytes, ...]]] = deque()
+        self._snapshot_clients: deque[bytes] = deque()  # filled by the thread, emptied by the core
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._codec = EventCodec()
         self._next_seq = 0
@@ -127,7 +134,20 @@ class ZmqEventPublisher(EventPublisher):
             self._num_refused += 1
             logger.warning_once("The KV event queue is full; whole batches are dropped and leave gaps.")
             return
-        self._queue.append((seq, events))
+        self._queue.append((seq, events, ()))
+        self._wake()
+
+    @property
+    def wants_snapshot(self) -> bool:
+        return bool(self._snapshot_clients)
+
+    def publish_snapshot(self, events: EventBatch) -> None:
+        if not self._running:
+            raise RuntimeError("Publisher is closed")
+        if events.data_parallel_rank is None:
+            events.data_parallel_rank = self._data_parallel_rank
+        clients = dict.fromkeys(self._snapshot_clients.popleft() for _ in range(len(self._snapshot_clients)))
+        self._queue.append((self._next_seq - 1, events, tuple(clients)))
         self._wake()
 
     def shutdown(self) -> None:
@@ -210,7 +230,10 @@ class ZmqEventPublisher(EventPublisher):
     def _send_next(self) -> None:
         if not self._queue:
             return
-        seq, batch = self._queue.popleft()
+        seq, batch, clients = self._queue.popleft()
+        if clients:
+            self._send_snapshot(seq, batch, clients)
+            return
         try:
             payload = self._codec.encode(batch)
             # Kept first, so that a batch whose sending fails can still be replayed.
@@ -224,6 +247,18 @@ class ZmqEventPublisher(EventPublisher):
         for event in batch.events:
             kind = type(event).__name__
             self._events_by_type[kind] = self._events_by_type.get(kind, 0) + 1
+
+    def _send_snapshot(self, seq: int, batch: EventBatch, clients: tuple[bytes, ...]) -> None:
+        assert self._replay is not None
+        try:
+            payload = self._codec.encode(batch)
+            for client in clients:
+                if seq >= 0:
+                    message = (client, b"", self._topic, seq.to_bytes(8, "big"), payload)
+                    self._replay.send_multipart(message)
+                self._replay.send_multipart((client, b"", b"", self.END_SEQ, b""))
+        except Exception:  # the thread's edge, as above
+            logger.exception("A snapshot of the KV cache could not be sent")
 
     def _answer_replays(self) -> None:
         if self._replay is None:
@@ -241,8 +276,14 @@ class ZmqEventPublisher(EventPublisher):
             logger.warning("Ignored a replay request of %d frames (expected 3)", len(frames))
             return
         client, _, start_frame = frames
-        start = int.from_bytes(start_frame, "big")
         self._num_replays += 1
+        if start_frame == self.SNAPSHOT:
+            if client not in self._snapshot_clients:  # else it is answered soon
+                self._snapshot_clients.append(client)
+            if self.wake_core is not None:
+                self.wake_core()
+            return
+        start = int.from_bytes(start_frame, "big")
         oldest = self._ring[0][0] if self._ring else self._next_seq
         # Sequence numbers rise along the ring, so the wanted part is its end.
         wanted = sum(1 for seq, _ in self._ring if seq >= start)

@@ -283,6 +283,44 @@ def test_evt_11_events_do_not_change_the_layout() -> None:
         assert kv.num_kv_cache_groups == 2
 
 
+def test_a_late_consumer_is_told_what_all_events_so_far_come_to(pool: BlockPool) -> None:
+    first, other = request("a", range(12), hash_block=4), request("b", range(100, 108), hash_block=4)
+    blocks = pool.get_new_blocks(3)
+    pool.cache_full_blocks(first, blocks, 0, 2, 4, 0)
+    pool.cache_full_blocks(other, pool.get_new_blocks(2), 0, 2, 4, 1)
+    pool.cache_full_blocks(first, blocks, 2, 3, 4, 0)
+    twice = request("c", range(4), hash_block=4)
+    pool.cache_full_blocks(twice, pool.get_new_blocks(1), 0, 1, 4, 0)
+    pool.evict_blocks([blocks[1].block_id])
+    pool.move_block_hashes(blocks[2], pool.get_new_blocks(1)[0])
+    a, b = short(first.block_hashes), short(other.block_hashes)
+    runs = [(e.block_hashes, e.parent_block_hash, e.token_ids, e.group_idx) for e in pool.present_events()]
+    assert runs == [
+        ([a[0]], None, [0, 1, 2, 3], 0),
+        (b, None, list(range(100, 108)), 1),
+        ([a[0]], None, [0, 1, 2, 3], 0),
+        ([a[2]], a[1], [8, 9, 10, 11], 0),
+    ]
+    assert len(pool.take_events()) == 5, "asking takes nothing from those who listen"
+    pool.invalidate_prefix_cache()
+    assert pool.present_events() == []
+
+
+def test_contents_of_unlike_marks_share_no_event_in_a_snapshot(pool: BlockPool) -> None:
+    key = [make_block_hash_with_group_id(BlockHash(bytes([i]) * 8), 0) for i in range(3)]
+    block_hashes = [BlockHash(bytes([i]) * 8) for i in range(3)]
+    infos = [
+        StoredBlockInfo([1, 2], None, 2, session_id="s"),
+        StoredBlockInfo([3, 4], block_hashes[0], 2),
+        StoredBlockInfo([5, 6, 7], block_hashes[1], 3),
+    ]
+    for block, one, info in zip(pool.get_new_blocks(3), key, infos, strict=True):
+        pool.index.commit(block, one, None, info)
+    assert pool.present_events() == pool.take_events()
+    pool.index.commit(pool.get_new_blocks(1)[0], key[0], None, None)
+    assert pool.present_events()[-1] == pool.take_events()[0], "what was told without tokens is told again so"
+
+
 def test_events_survive_the_wire(pool: BlockPool) -> None:
     req = request("r", range(4), hash_block=4)
     pool.cache_full_blocks(req, pool.get_new_blocks(1), 0, 1, 4, 0)

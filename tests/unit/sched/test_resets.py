@@ -18,7 +18,7 @@ from tests.helpers.sched import (
 )
 from tests.helpers.sched_connector import FakeConnector, LoadRunner
 from vllm.distributed.kv_event_publisher import EventPublisher
-from vllm.distributed.kv_event_types import AllBlocksCleared, EventBatch
+from vllm.distributed.kv_event_types import AllBlocksCleared, BlockStored, EventBatch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
@@ -190,6 +190,56 @@ def test_events_are_flushed_with_results_resets_idleness_and_shutdown() -> None:
     scheduler.shutdown()
     assert len(recorder.batches) == 4
     assert recorder.closed
+
+
+class Asked(Recorder):
+    """Somebody wants to know what is cached now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted = False
+        self.snapshots: list[tuple[int, EventBatch]] = []
+
+    @property
+    def wants_snapshot(self) -> bool:
+        return self.wanted
+
+    def publish_snapshot(self, events: EventBatch) -> None:
+        self.wanted = False
+        self.snapshots.append((len(self.batches), events))
+
+
+def test_a_snapshot_is_told_once_and_behind_everything_that_came_up_before_it() -> None:
+    make_scheduler()
+    config = sched_config()
+    config.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
+    asked, connector = Asked(), FakeConnector(4)
+    scheduler = Scheduler(
+        config,  # type: ignore[arg-type]
+        kv_config([full(4)], 30),
+        NoGrammar(),  # type: ignore[arg-type]
+        4,
+        4,
+        clock=ManualClock(),
+        connector=connector,
+        event_publisher=asked,
+    )
+    driver = Driver(scheduler)
+    LoadRunner(driver.worker, connector)
+    below = BlockStored([7], None, [1, 2, 3, 4], 4, None, "CPU", None)
+    connector.present_events = lambda: [below]  # type: ignore[method-assign]
+    asked.wanted = True
+    driver.add("a", prompt(9), max_tokens=1)
+    driver.step()
+    ((place, snapshot),) = asked.snapshots
+    assert place == len(asked.batches) == 1
+    assert snapshot.events == [*asked.batches[0].events, below]
+    asked.wanted = True
+    scheduler.flush_events()
+    assert len(asked.batches) == 1
+    assert [batch.events for _, batch in asked.snapshots] == [snapshot.events] * 2
+    scheduler.wake_for_events(driver.step)
+    assert asked.wake_core == driver.step
 
 
 def test_statistics_cost_nothing_unless_asked_for() -> None:

@@ -153,6 +153,17 @@ PLACEHOLDER = StoredBlockInfo(token_ids=(), parent_block_hash=None, block_size=0
 """Reported for content whose tokens nobody knows any more."""
 
 
+def _follows(block_hash: BlockHash, before: StoredBlockInfo, info: StoredBlockInfo) -> bool:
+    """One event can tell of both: `info` is of what comes right behind `block_hash`, with equal marks."""
+    return info.parent_block_hash == block_hash and (
+        before.block_size,
+        before.lora_id,
+        before.lora_name,
+        before.session_id,
+        before.lookahead_token_ids is None,
+    ) == (info.block_size, info.lora_id, info.lora_name, info.session_id, info.lookahead_token_ids is None)
+
+
 def describe_tokens(
     request: HashableRequest, start: int, end: int, parent: BlockHash | None, num_lookahead_tokens: int = 0
 ) -> StoredBlockInfo:
@@ -290,9 +301,8 @@ class BlockIndex:
         self.add(key, block, num_tokens)
         if not self.events_enabled:
             return
-        if info is not None:
-            self._infos[block.block_id, key] = info
-        self._report_run([get_block_hash(key)], [info or PLACEHOLDER], get_group_id(key))
+        told = self._infos[block.block_id, key] = info or PLACEHOLDER
+        self._report_run([get_block_hash(key)], [told], get_group_id(key))
 
     def report_full(
         self,
@@ -344,29 +354,47 @@ class BlockIndex:
         events, self.events = self.events, []
         return events
 
+    def present_events(self) -> list[BlockStored]:
+        """What a consumer must be told that knows nothing: all that was reported, queued events too, and is there still.
+
+        A content that lies in several blocks is told several times, as it was when it came. O(entries).
+        """
+        runs: list[tuple[list[BlockHash], list[StoredBlockInfo], int]] = []
+        for (_, key), info in self._infos.items():
+            block_hash, group_id = get_block_hash(key), get_group_id(key)
+            if runs and runs[-1][2] == group_id and _follows(runs[-1][0][-1], runs[-1][1][-1], info):
+                runs[-1][0].append(block_hash)
+                runs[-1][1].append(info)
+            else:
+                runs.append(([block_hash], [info], group_id))
+        return [self._stored(*run) for run in runs]
+
     def _report_run(
         self, block_hashes: Sequence[BlockHash], infos: Sequence[StoredBlockInfo], group_id: int
     ) -> None:
+        self.events.append(self._stored(block_hashes, infos, group_id))
+
+    def _stored(
+        self, block_hashes: Sequence[BlockHash], infos: Sequence[StoredBlockInfo], group_id: int
+    ) -> BlockStored:
         """BlockStored of consecutive blocks; all share the adapter and the size of the first."""
         first = infos[0]
         parent = first.parent_block_hash
         keys = [info.extra_keys for info in infos]
         lookaheads = [list(info.lookahead_token_ids or ()) for info in infos]
-        self.events.append(
-            BlockStored(
-                block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in block_hashes],
-                parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-                token_ids=[token for info in infos for token in info.token_ids],
-                block_size=first.block_size,
-                lora_id=first.lora_id,
-                medium=self._medium,
-                lora_name=first.lora_name,
-                extra_keys=keys if any(keys) else None,
-                group_idx=group_id,
-                locality=self._locality,
-                session_id=first.session_id if self._medium == MEDIUM_GPU else None,
-                lookahead_token_ids=None if first.lookahead_token_ids is None else lookaheads,
-            )
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in block_hashes],
+            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+            token_ids=[token for info in infos for token in info.token_ids],
+            block_size=first.block_size,
+            lora_id=first.lora_id,
+            medium=self._medium,
+            lora_name=first.lora_name,
+            extra_keys=keys if any(keys) else None,
+            group_idx=group_id,
+            locality=self._locality,
+            session_id=first.session_id if self._medium == MEDIUM_GPU else None,
+            lookahead_token_ids=None if first.lookahead_token_ids is None else lookaheads,
         )
 
     def _report_removed(self, key: BlockHashWithGroupId) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Protocol
 
-from vllm.distributed.kv_event_types import MEDIUM_GPU, AnyKVCacheEvent
+from vllm.distributed.kv_event_types import MEDIUM_GPU, AnyKVCacheEvent, BlockStored
 from vllm.logger import init_logger
 from vllm.utils.checks import check
 from vllm.v1.core.block_hash import (
@@ -414,6 +414,10 @@ class BlockPool:
     def take_events(self) -> list[AnyKVCacheEvent]:
         """Events since the last call."""
         return self.index.take_events()
+
+    def present_events(self) -> list[BlockStored]:
+        """All that events have told of and that is there still; empty with events off. O(entries)."""
+        return self.index.present_events()
 
     def get_num_free_blocks(self) -> int:
         """Blocks nobody holds, cached ones included."""

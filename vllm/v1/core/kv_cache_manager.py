@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm.distributed.kv_event_types import AnyKVCacheEvent
+from vllm.distributed.kv_event_types import AnyKVCacheEvent, BlockStored
 from vllm.utils.checks import check
 from vllm.utils.math_utils import cdiv, round_down
 from vllm.v1.core.block_hash import make_block_hash_with_group_id
@@ -478,3 +478,7 @@ class KVCacheManager:
     def take_events(self) -> list[AnyKVCacheEvent]:
         """Events since the last call; stores carry kind and window of their group."""
         return self.coordinator.take_events()
+
+    def present_events(self) -> list[BlockStored]:
+        """All that events have told of and that is there still, as a consumer needs it that comes late."""
+        return self.coordinator.present_events()

@@ -389,13 +389,22 @@ class KVCacheCoordinator(ABC):
     def take_events(self) -> list[AnyKVCacheEvent]:
         """Events of all pools since the last call; stores carry kind and window of their group."""
         events = [event for pool in self.pools for event in pool.take_events()]
+        self._name_groups(events)
+        return events
+
+    def present_events(self) -> list[BlockStored]:
+        """All that events of these pools have told of and that is there still."""
+        events = [event for pool in self.pools for event in pool.present_events()]
+        self._name_groups(events)
+        return events
+
+    def _name_groups(self, events: Sequence[AnyKVCacheEvent]) -> None:
         groups = self.kv_cache_config.kv_cache_groups
         for event in events:
             if isinstance(event, BlockStored) and event.group_idx is not None:
                 spec = groups[event.group_idx].kv_cache_spec
                 event.kv_cache_spec_kind = get_kv_cache_spec_kind(spec).value
                 event.kv_cache_spec_sliding_window = get_kv_cache_spec_sliding_window(spec)
-        return events
 
 
 def make_host_pool(kv_cache_config: KVCacheConfig, device_pool: BlockPool) -> BlockPool | None:

@@ -77,6 +77,7 @@ class EngineCoreProc:
         identity = self.engine_index.to_bytes(2, "little")
         ready = msgspec.msgpack.encode(ready_response(self.core, self.engine_index))
         self._sockets = CoreSockets(addresses, identity, ready, self._note_abort)
+        self.core.scheduler.wake_for_events(self._sockets.wake)
 
     def _note_abort(self, frames: Sequence[Frame]) -> None:
         self.core.aborts_queue.put(self._abort_decoder.decode(frames))

@@ -6,7 +6,7 @@ Owns the abstract class.  Must not know any implementation.  Layer: L5 (schedule
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.config import KVEventsConfig
@@ -56,6 +56,10 @@ class SchedulerInterface(ABC):
 
     def flush_events(self) -> None:
         """Publish KV events that have come up; called when the engine is idle."""
+        return
+
+    def wake_for_events(self, wake: Callable[[], None]) -> None:
+        """``wake`` may be called from another thread; it must lead to a :meth:`flush_events` soon."""
         return
 
     @property

@@ -5,7 +5,7 @@ Owns the result of the last reset.  Must not decide who is scheduled.  Layer: L5
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, cast
@@ -140,13 +140,25 @@ class Upkeep(RequestLifecycle):
     # --- events -----------------------------------------------------------------------------------------------------
 
     def flush_events(self) -> None:
-        """Publish the KV events that have come up; also to be called when the engine is idle."""
+        """Publish the KV events that have come up, and what is cached now to who asked for it; also when idle."""
         events: list[KVCacheEvent] = list(self.kv_cache_manager.take_events())
         if self.connector is not None:
             events.extend(self.connector.take_events())
         if events:
-            batch = KVEventBatch(ts=self.clock.time(), events=cast("list[AnyKVCacheEvent]", events))
-            self.kv_event_publisher.publish(batch)
+            self.kv_event_publisher.publish(self._event_batch(events))
+        if self.kv_event_publisher.wants_snapshot:
+            self.kv_event_publisher.publish_snapshot(self._event_batch(self.present_events()))
+
+    def present_events(self) -> list[KVCacheEvent]:
+        """What events have told so far and is true still, of all tiers of this engine, as one BlockStored per run."""
+        below = () if self.connector is None else self.connector.present_events()
+        return [*self.kv_cache_manager.present_events(), *below]
+
+    def _event_batch(self, events: list[KVCacheEvent]) -> KVEventBatch:
+        return KVEventBatch(ts=self.clock.time(), events=cast("list[AnyKVCacheEvent]", events))
+
+    def wake_for_events(self, wake: Callable[[], None]) -> None:
+        self.kv_event_publisher.wake_core = wake
 
     def shutdown(self) -> None:
         self.flush_events()

@@ -252,6 +252,10 @@ class SchedulerHalf(ABC):
         """Events since the last call."""
         return ()
 
+    def present_events(self) -> Iterable[KVCacheEvent]:
+        """All that ``take_events`` has told of and that is there still, for a consumer that comes late."""
+        return ()
+
     def has_pending_block_frees(self) -> bool:
         """True: blocks will come back by themselves, so wait rather than preempt."""
         return False

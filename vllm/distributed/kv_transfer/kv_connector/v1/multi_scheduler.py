@@ -176,6 +176,9 @@ class MultiSchedulerHalf(SchedulerHalf):
     def take_events(self) -> Iterable[KVCacheEvent]:
         return in_common_order([list(child.take_events()) for child in self._connectors])
 
+    def present_events(self) -> Iterable[KVCacheEvent]:
+        return [event for child in self._connectors for event in child.present_events()]
+
     def has_pending_block_frees(self) -> bool:
         return any(child.has_pending_block_frees() for child in self._connectors)
 

@@ -278,6 +278,13 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[KVCacheEvent]:
         return () if self.scheduler_manager is None else self.scheduler_manager.take_events()
 
+    def present_events(self) -> Iterable[KVCacheEvent]:
+        manager = self.scheduler_manager
+        if manager is None:
+            return ()
+        below = [] if manager.chain is None else manager.chain.disk.present_events()
+        return [*manager.tier.present_events(), *below]
+
     def has_pending_block_frees(self) -> bool:
         return self.scheduler_manager is not None and self.scheduler_manager.has_pending_block_frees()
 
