@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.kept_rig import KeptRig, crash_after, served
 from tests.helpers.offload_rig import prompt
-from vllm.v1.simple_kv_offload.copy_backends import kept
+from vllm.v1.simple_kv_offload.copy_backends import kept, lane
 from vllm.v1.simple_kv_offload.copy_backends.kept_table import KeptTable
 from vllm.v1.simple_kv_offload.metadata import KeptOrder, KeptSlot
 
@@ -196,6 +196,39 @@ def test_a_thread_that_hung_writes_nothing_when_it_wakes_up_after_a_reset(
     awake.set()
     time.sleep(0.1)
     assert KeptTable(keeper._table.path, keeper._table._digest, 65, 32).rows() == []
+    rig.crash()
+
+
+def test_a_table_that_a_hanging_disk_does_not_let_go_of_is_not_called_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some failed updates nothing is kept any more; one that hangs then leaves the file for the next start."""
+    monkeypatch.setattr(lane, "SHUTDOWN_TIMEOUT_S", 0.1)
+    rig = filled(tmp_path)
+    keeper = rig.backend().keeper
+    assert keeper is not None
+    failures, hangs, awake = iter(range(kept.FAILURES_MAX)), threading.Event(), threading.Event()
+
+    def write(self: KeptTable, data: bytes, offset: int) -> None:
+        if next(failures, None) is not None:
+            raise OSError(5, "Input/output error")
+        hangs.set()
+        awake.wait(10.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KeptTable, "_write", write)
+        for _ in range(kept.FAILURES_MAX + 1):
+            rig.connector.reset_cache()
+            withdrawal = rig.connector.take_withdrawal()
+            assert isinstance(withdrawal, KeptOrder)
+            keeper.bind(withdrawal)
+        assert hangs.wait(10.0)
+        keeper.take_lost()
+        rig.connector.reset_cache()
+        (problem,) = rig.withdraw()
+        assert problem is not None
+        assert problem.endswith(".index could not be removed")
+        awake.set()
     rig.crash()
 
 

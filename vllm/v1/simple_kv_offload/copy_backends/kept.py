@@ -140,6 +140,8 @@ class Keeper:
             return
         written = not remove and all(result.synchronize(SHUTDOWN_TIMEOUT_S) for result in self._open)
         ended = lane.shutdown()
+        # A thread that hangs in the file keeps it, and what is in there.
+        self._is_left_behind = remove and not ended
         try:
             if ended:
                 self._table.close(remove=remove)
