@@ -61,6 +61,13 @@ class KVConnectorStats:
             self.data[key] = self.data[key] + value if key in self.data else value
         return self
 
+    def levels(self) -> KVConnectorStats | None:
+        """A copy of what tells how things stand, not what happened in the interval; None where there is no such thing."""
+        return None
+
+    def add_levels(self, levels: KVConnectorStats) -> None:
+        """Count in how things stand with another connector of the same engine. The base has no such figures."""
+
     def reduce(self) -> dict[str, int | float]:
         """A flat summary for the log line."""
         return {key: value for key, value in self.data.items() if isinstance(value, int | float)}

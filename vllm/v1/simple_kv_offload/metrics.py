@@ -5,6 +5,7 @@ Owns metric names, label names and the payload's layout. It must not import a me
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import KVConnecto
 from vllm.v1.kv_connector_types import KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+MODE_BELOW_HOST = "below host"
+"""Of a disk that takes what leaves host memory; see `TierReport`."""
 # Label values of a metric, in the order of its own label names.
 Labels = tuple[str, ...]
 
@@ -210,6 +213,21 @@ class SimpleCPUOffloadStats(KVConnectorStats):
                 _ADDERS[types[name]](self, name, value, tuple(labels))
         return self
 
+    def levels(self) -> SimpleCPUOffloadStats | None:
+        types, values = self.data.get("types", {}), self.data.get("data", {})
+        gauges = {name: kind for name, kind in types.items() if kind == "gauge"}
+        return type(self)({"types": gauges, "data": {name: dict(values[name]) for name in gauges}})
+
+    def add_levels(self, levels: KVConnectorStats) -> None:
+        """Counts are added up; of what is on or off, off is told; else the highest value."""
+        own: dict[str, dict[Labels, Any]] = self.data.get("data", {})
+        for name, values in levels.data["data"].items():
+            if name not in own:
+                continue  # a name of the other connector only
+            for labels, value in values.items():
+                present = own[name].get(labels)
+                own[name][labels] = value if present is None else _JOINED.get(name, max)(present, value)
+
     def reduce(self) -> dict[str, int | float]:
         """Figures by short name, labels appended; the constant info is left out, of a histogram there is the sum."""
         flat: dict[str, int | float] = {}
@@ -232,6 +250,22 @@ _ADDERS: dict[str, Callable[[SimpleCPUOffloadStats, str, Any, Labels], None]] = 
     "counter": SimpleCPUOffloadStats.increase_counter,
     "gauge": SimpleCPUOffloadStats.set_gauge,
     "histogram": SimpleCPUOffloadStats.observe,
+}
+
+
+# How the gauges of two connectors become one, where that is not the higher of them.
+_JOINED: dict[str, Callable[[float, float], float]] = {
+    **dict.fromkeys(
+        (
+            MetricName.USED_BLOCKS,
+            MetricName.PENDING_STORE_BLOCKS,
+            MetricName.CACHED_ENTRIES,
+            MetricName.DISK_USED_BLOCKS,
+            MetricName.DISK_CACHED_ENTRIES,
+        ),
+        operator.add,
+    ),
+    **dict.fromkeys((MetricName.DISK_ACTIVE, MetricName.SHARED_POOL_ACTIVE), min),
 }
 
 
@@ -264,13 +298,27 @@ class SimpleCPUOffloadPromMetrics(KVConnectorPromMetrics):
         self._metrics: dict[tuple[int, str, Labels], Any] = {}
         transfer_config = vllm_config.kv_transfer_config
         extra = {} if transfer_config is None else transfer_config.kv_connector_extra_config
-        self.wants_reports = extra.get("shared_pool") is not None
+        self.wants_reports = self.changes_without_steps(extra)
+
+    # The values come from the user's JSON, so anything may be in them.
+    @staticmethod
+    def changes_without_steps(extra: Mapping[str, Any]) -> bool:
+        """Others fill a shared pool; what a disk has kept is there before the first step."""
+        return extra.get("shared_pool") is not None or bool(extra.get("disk_persist"))
 
     def observe_report(self, report: Mapping[str, Any], engine_idx: int = 0) -> None:
+        totals: dict[str, int] = {}
         for pool in report["pools"]:
-            if pool["tier"] == CacheHitSource.HOST:
-                self._child(engine_idx, MetricName.USED_BLOCKS, ()).set(pool["blocks_held"] + 1)
-                self._child(engine_idx, MetricName.CACHED_ENTRIES, ()).set(pool["entries_cached"])
+            if pool["tier"] not in (CacheHitSource.HOST, CacheHitSource.DISK):
+                continue
+            names = (MetricName.USED_BLOCKS, MetricName.CACHED_ENTRIES)
+            if report["modes"].get(pool["tier"]) == MODE_BELOW_HOST:
+                names = (MetricName.DISK_USED_BLOCKS, MetricName.DISK_CACHED_ENTRIES)
+            # The null block counts as used.
+            for name, value in zip(names, (pool["blocks_held"] + 1, pool["entries_cached"]), strict=True):
+                totals[name] = totals.get(name, 0) + value
+        for name, total in totals.items():
+            self._child(engine_idx, name, ()).set(total)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         types: dict[str, str] = transfer_stats_data.get("types", {})

@@ -9,7 +9,12 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.disk_tier import DiskChain
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.metadata import Timings
-from vllm.v1.simple_kv_offload.metrics import OUTCOME_TO_FIELD, MetricName, SimpleCPUOffloadStats
+from vllm.v1.simple_kv_offload.metrics import (
+    MODE_BELOW_HOST,
+    OUTCOME_TO_FIELD,
+    MetricName,
+    SimpleCPUOffloadStats,
+)
 from vllm.v1.simple_kv_offload.records import Ledger
 from vllm.v1.simple_kv_offload.speed import SpeedCheck
 from vllm.v1.simple_kv_offload.store_side import StoreSide
@@ -214,7 +219,7 @@ class StatsReporter:
         source = CacheHitSource.DISK
         return TierReport(
             pool=describe_pool(chain.disk.pool, source, self._block_bytes),
-            mode="below host",
+            mode=MODE_BELOW_HOST,
             pending_store_blocks=chain.down.ledger.in_flight,
             transfers=(
                 self._transfer_report(source, "store", chain.down.ledger),

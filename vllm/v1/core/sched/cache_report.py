@@ -12,7 +12,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_view import describe_groups, describe_pool, device_block_bytes, host_block_bytes
 from vllm.v1.core.sched.connector_calls import tier_reports, tiers_below
-from vllm.v1.kv_cache_report import HitReport, KVCacheReport, PoolReport, RequestsReport, TierReset
+from vllm.v1.kv_cache_report import (
+    HitReport,
+    KVCacheReport,
+    PoolReport,
+    RequestsReport,
+    TierReport,
+    TierReset,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import CacheUse
 
@@ -55,12 +62,20 @@ def build_report(
         groups=describe_groups(manager.kv_cache_config, world_size),
         hits=hits(use, connector),
         transfers=tuple(transfer for tier in tiers for transfer in tier.transfers),
-        modes={tier.pool.tier: tier.mode for tier in tiers},
+        modes=_modes(tiers),
         pending_store_blocks=sum(tier.pending_store_blocks for tier in tiers),
         requests=requests,
         block_size=block_size,
         prefix_caching=manager.enable_caching,
     )
+
+
+def _modes(tiers: Sequence[TierReport]) -> dict[CacheHitSource, str]:
+    """By tier, the mode; of several connectors with such a tier all that differ."""
+    modes: dict[CacheHitSource, dict[str, None]] = {}
+    for tier in tiers:
+        modes.setdefault(tier.pool.tier, {})[tier.mode] = None
+    return {source: ", ".join(different) for source, different in modes.items()}
 
 
 def tier_pools(manager: KVCacheManager, connector: KVConnectorBase_V1 | None) -> list[PoolReport]:

@@ -5,7 +5,7 @@ Owns the plumbing that all connectors share; what a payload means stays with its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
@@ -50,7 +50,7 @@ class KVConnectorLogging:
         """Log what is not zero and reset, if anything happened."""
         stats = self.transfer_stats_accumulator
         if stats is not None and not stats.is_empty():
-            summary = ", ".join(f"{key}={value}" for key, value in stats.reduce().items() if value)
+            summary = ", ".join(f"{key}={value}" for key, value in _flat(stats.reduce()) if value)
             log_fn("KV Transfer metrics: %s", summary)
         self.reset()
 
@@ -87,6 +87,15 @@ class KVConnectorPrometheus:
         """See `KVConnectorPromMetrics.observe_report`."""
         if self.prom_metrics is not None:
             self.prom_metrics.observe_report(report, engine_idx)
+
+
+# What a connector says is its own; of several behind one, each says so many things by its name.
+def _flat(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in summary.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", found) for inner, found in _flat(value))
+        else:
+            yield key, value
 
 
 __all__ = ["KVConnectorLogging", "KVConnectorPromMetrics", "KVConnectorPrometheus", "KVConnectorStats"]

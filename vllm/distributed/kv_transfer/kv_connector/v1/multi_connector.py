@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_records import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_scheduler import MultiSchedulerHalf
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_worker import MultiWorkerHalf
-from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import share_metrics
+from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import KVConnectorPromMetrics, share_metrics
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -49,6 +49,8 @@ class MultiConnector(MultiSchedulerHalf, MultiWorkerHalf, KVConnectorBase_V1, Su
         ]
         self._all_support_hma = self.all_children_support_hma(self._kv_transfer_config)
         self._requests_to_connector: dict[str, int] = {}
+        # By child, how it stood when it told of it last.
+        self._levels: dict[int, KVConnectorStats] = {}
         self._extra_async_saves: dict[str, int] = {}
 
     @property
@@ -81,11 +83,21 @@ class MultiConnector(MultiSchedulerHalf, MultiWorkerHalf, KVConnectorBase_V1, Su
         return cls.all_children_support_hma(kv_transfer_config)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        total = MultiKVConnectorStats()
-        for child in self._connectors:
+        told = {}
+        for index, child in enumerate(self._connectors):
             stats = child.get_kv_connector_stats()
             if stats is not None:
-                total.add(type(child).__name__, stats)
+                told[index] = stats
+                levels = stats.levels()
+                if levels is not None:
+                    self._levels[index] = levels
+        total = MultiKVConnectorStats()
+        for index, stats in told.items():
+            # Children have the names of their figures in common: a level is that of all, also of those without news.
+            for other, levels in self._levels.items():
+                if other != index:
+                    stats.add_levels(levels)
+            total.add(type(self._connectors[index]).__name__, stats)
         return total if total.data else None
 
     def shutdown(self) -> None:
@@ -147,15 +159,16 @@ class MultiConnector(MultiSchedulerHalf, MultiWorkerHalf, KVConnectorBase_V1, Su
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> MultiKVConnectorPromMetrics:
-        sinks = {}
+        sinks: dict[str, KVConnectorPromMetrics] = {}
         # Two children of one family of connectors have figures of the same names.
         shared = share_metrics(metric_types)
         assert vllm_config.kv_transfer_config is not None
-        for child_class, _ in child_classes(vllm_config.kv_transfer_config):
-            if child_class.__name__ not in sinks:
-                sink = child_class.build_prom_metrics(vllm_config, shared, labelnames, per_engine_labelvalues)
-                if sink is not None:
-                    sinks[child_class.__name__] = sink
+        for child_class, child in child_classes(vllm_config.kv_transfer_config):
+            seen = child_vllm_config(vllm_config, child)
+            sink = child_class.build_prom_metrics(seen, shared, labelnames, per_engine_labelvalues)
+            if sink is not None:
+                first = sinks.setdefault(child_class.__name__, sink)
+                first.wants_reports |= sink.wants_reports
         return MultiKVConnectorPromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues, sinks
         )

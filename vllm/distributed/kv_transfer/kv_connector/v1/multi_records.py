@@ -111,6 +111,11 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._prom_metrics = dict(prom_metrics)
+        self.wants_reports = any(sink.wants_reports for sink in self._prom_metrics.values())
+
+    def observe_report(self, report: Mapping[str, Any], engine_idx: int = 0) -> None:
+        for sink in self._prom_metrics.values():
+            sink.observe_report(report, engine_idx)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, payload in transfer_stats_data.items():

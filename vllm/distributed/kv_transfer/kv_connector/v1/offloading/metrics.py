@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
@@ -117,6 +118,10 @@ class OffloadPromMetrics(SimpleCPUOffloadPromMetrics):
         **dict.fromkeys((LOOKUP_SYNC_DELAY, LOOKUP_ASYNC_DELAY), _SECONDS),
         ALLOCATION_SIZE: _BLOCKS,
     }
+
+    @staticmethod
+    def changes_without_steps(extra: Mapping[str, Any]) -> bool:
+        return any(tier.get("disk_persist") for tier in extra.get("secondary_tiers", ()))
 
 
 def get_connector_metric_definitions() -> tuple[Definition, ...]:
