@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.offload_rig import Rig, full, mamba, prompt, window
+from tests.helpers.offload_rig import Rig, full, mamba, prompt, rig_config, window
 from tests.helpers.sched import ManualClock
 from vllm.distributed.kv_event_types import MEDIUM_STORAGE, BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request, RequestStatus
@@ -330,6 +332,33 @@ def test_a_path_that_cannot_be_written_leaves_the_host_tier(
         rig.generate(prompt(16, seed), max_tokens=1)
     assert rig.chain.writes_off
     assert "switched off" not in caplog.text, "it never was on, and nothing of it can be read"
+    rig.assert_at_rest()
+    rig.close()
+
+
+def test_a_read_only_disk_leaves_the_host_tier_and_is_refused_where_it_is_the_only_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    real_open = os.open
+
+    def read_only(path: Any, flags: int, *more: int) -> int:
+        if str(path).startswith(str(tmp_path)) and flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        return real_open(path, flags, *more)
+
+    monkeypatch.setattr(disk_file.os, "open", read_only)
+    monkeypatch.setattr(disk_file.os, "access", lambda path, mode: not (mode & os.W_OK))
+    place = {"disk_path": str(tmp_path / "kv"), "disk_capacity_bytes": 1 << 20}
+    with pytest.raises(ValueError, match="no files can be made"):
+        KVConnectorFactory.check_config(rig_config(extra={"kv_offload_backend": "disk", **place}))
+    KVConnectorFactory.check_config(rig_config(extra={"disk_tier": True, **place}))
+    rig = DiskRig(tmp_path)
+    assert "the disk tier is off" in caplog.text
+    assert "Read-only file system" in caplog.text
+    rig.generate(prompt(16), max_tokens=1)
+    rig.evict_device()
+    assert rig.generate(prompt(17), max_tokens=1).num_cached_tokens == 16, "the host tier serves"
     rig.assert_at_rest()
     rig.close()
 

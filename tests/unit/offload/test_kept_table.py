@@ -30,6 +30,28 @@ def test_the_table_gives_back_what_was_written_last(tmp_path: Path) -> None:
     assert found == [*rows(2), *rows(17, start=4), *rows(1, start=4500)]
 
 
+def test_rows_come_back_in_the_order_in_which_they_were_written_whatever_their_slots(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv.index")
+    table = KeptTable(path, bytes(32), 100, 4096)
+    for start in (50, 3, 7):
+        table.write(rows(2, start=start))
+    table.write(rows(1, start=50))
+    table.close()
+    again = KeptTable(path, bytes(32), 100, 4096)
+    assert again.rows() == [*rows(1, start=51), *rows(2, start=3), *rows(2, start=7), *rows(1, start=50)]
+    again.write(rows(1, start=51))  # numbers go on behind those that were found
+    assert again.rows()[-1] == rows(1, start=51)[0]
+
+
+def test_a_table_of_another_digest_is_emptied(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv.index")
+    table = KeptTable(path, b"a" * 32, 100, 4096)
+    table.write(rows(5))
+    table.close()
+    assert KeptTable(path, b"b" * 32, 100, 4096).rows() == []
+    assert KeptTable(path, b"a" * 32, 100, 4096).rows() == [], "also for the one whose it was"
+
+
 def test_the_table_drops_keys_that_do_not_fit_from_the_end(tmp_path: Path) -> None:
     keys = tuple((BlockHashWithGroupId(bytes([i]) * 36), None if i == 2 else i) for i in range(9))
     table = KeptTable(str(tmp_path / "kv.index"), bytes(32), 8, 4096)

@@ -357,6 +357,23 @@ def test_xfer_02_a_load_waits_for_the_forward_that_still_reads_its_target(
     assert request.num_cached_tokens == 16
 
 
+def test_a_store_waits_for_the_forward_that_computes_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    queue = behind(rig, monkeypatch)
+    rig.add(prompt(9), max_tokens=1)
+    rig.step(copies=False)
+    mover, marks = rig.mover(), []
+    launch = mover.launch_copy
+    monkeypatch.setattr(mover, "launch_copy", lambda *args: (marks.append(args[-1]), launch(*args)))
+    computed: list[bool] = []
+    queue.work.append(lambda: computed.append(True))
+    rig.run()
+    assert marks, "the blocks are stored"
+    assert not computed, "storing holds up nobody"
+    marks[0].synchronize()
+    assert computed, "the store reads when the device is through with what it was given before"
+
+
 def test_xfer_03_a_load_lands_behind_the_zeroing_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     (request, output), targets = start_load(rig)

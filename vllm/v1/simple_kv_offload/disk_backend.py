@@ -14,7 +14,7 @@ from vllm.utils.clock import Clock
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.simple_kv_offload.copy_backends.base import Regions, bytes_per_block
 from vllm.v1.simple_kv_offload.copy_backends.disk import DiskBackend
-from vllm.v1.simple_kv_offload.copy_backends.disk_file import refuse_place
+from vllm.v1.simple_kv_offload.copy_backends.disk_file import refuse_place, refuse_read_only
 from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
 
 logger = init_logger(__name__)
@@ -30,9 +30,14 @@ def _stem(disk_path: str) -> str:
     return os.path.join(disk_path, FILE_STEM) if os.path.isdir(disk_path) else disk_path
 
 
-def check_disk_path(disk_path: str) -> None:
-    """`ValueError` naming `disk_path` if no file can be made there; its size is checked when the model is known."""
+def check_disk_path(disk_path: str, *, is_only_tier: bool) -> None:
+    """`ValueError` naming `disk_path` if it lies in no folder; its size is checked when the model is known.
+
+    One that is read-only is refused where nothing would be left without it; a disk below host memory is off then.
+    """
     refuse_place(_stem(disk_path), num_bytes=0)
+    if is_only_tier:
+        refuse_read_only(_stem(disk_path))
 
 
 def disk_file_path(disk_path: str, vllm_config: VllmConfig | None) -> str:

@@ -203,14 +203,19 @@ def refuse_place(path: str, num_bytes: int) -> None:
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise ValueError(f"disk_path: {folder} is not a folder that exists")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"disk_path: no files can be made in {folder}")
     space = shutil.disk_usage(folder)
     if num_bytes > space.total:
         raise ValueError(
             f"disk_path: {folder} has room for {space.total} bytes in all, the tier is to have {num_bytes}; "
             "lower disk_capacity_bytes"
         )
+
+
+def refuse_read_only(path: str) -> None:
+    """`ValueError` naming the setting if this process may not make files beside ``path``."""
+    folder = os.path.dirname(path) or "."
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"disk_path: no files can be made in {folder}")
 
 
 def check_place(path: str, num_bytes: int) -> None:

@@ -111,7 +111,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             extra = transfer_config.kv_connector_extra_config
             options = cls._read_options(extra, vllm_config.parallel_config.world_size, None)
             if options.disk_path is not None:
-                check_disk_path(options.disk_path)
+                check_disk_path(options.disk_path, is_only_tier=options.is_disk)
             if not vllm_config.cache_config.enable_prefix_caching:
                 return
             if options.shared_pool is not None:
