@@ -144,8 +144,8 @@ def test_cfg_03_the_log_says_what_the_settings_come_to(caplog: pytest.LogCapture
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("vllm"), "propagate", True)
         caplog.set_level(logging.INFO)
-        Rig(ranks=2, extra={"cpu_bytes_to_use": "64M"})
-    assert "0.06 GiB in total, 0.03 GiB for each of 2 ranks" in caplog.text
+        Rig(ranks=2, extra={"cpu_bytes_to_use": "64M", "num_cpu_blocks": 12})
+        assert "0.06 GiB in total, 0.03 GiB for each of 2 ranks; num_cpu_blocks=12 of it" in caplog.text
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))

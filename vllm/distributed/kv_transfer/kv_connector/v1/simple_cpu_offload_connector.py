@@ -401,10 +401,11 @@ def _log_options(options: OffloadOptions, world_size: int) -> None:
         logger.info("KV offload to disk: %.2f GiB per rank", options.disk_capacity_bytes / 1024**3)
         return
     logger.info(
-        "KV offload to host memory: %.2f GiB in total, %.2f GiB for each of %d ranks",
+        "KV offload to host memory: %.2f GiB in total, %.2f GiB for each of %d ranks%s",
         options.cpu_bytes_server_wide / 1024**3,
         options.cpu_bytes / 1024**3,
         world_size,
+        "" if options.num_cpu_blocks is None else f"; num_cpu_blocks={options.num_cpu_blocks} of it are used",
     )
     if options.disk_tier:
         logger.info("KV offload to disk below it: %.2f GiB per rank", options.disk_capacity_bytes / 1024**3)
