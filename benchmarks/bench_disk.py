@@ -70,10 +70,15 @@ def tier(folder: Path, total: int, block_bytes: int, *, shuffled: bool) -> tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--gib", type=int, default=1)
+    parser.add_argument(
+        "folder", type=Path, help="on the disk to measure; its own files there are removed at the end"
+    )
+    parser.add_argument("--gib", type=float, default=1, help="GiB to write and read in each row (1)")
     options = parser.parse_args()
-    total, path = options.gib * GIB, options.folder / "bench.raw"
+    pieces = round(options.gib * GIB / RAW_PIECE)
+    if pieces < 1:
+        parser.error(f"--gib must be at least {RAW_PIECE / GIB:.3f}, got {options.gib}")
+    total, path = pieces * RAW_PIECE, options.folder / "bench.raw"
     print(
         f"| what | write GiB/s | read GiB/s |  load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n|---|---|---|"
     )
