@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 from fastapi import FastAPI
 
 from tests.helpers.fake_engine import FakeEngine, Script, text_steps
@@ -95,3 +98,19 @@ def events(text: str) -> list[dict[str, Any]]:
 def says(*pieces: str, finish: str = "stop", stop_reason: int | str | None = None) -> Script:
     """A script with the same pieces for every sample."""
     return lambda call, sample: text_steps(pieces, finish, stop_reason)
+
+
+@contextmanager
+def running(app: App) -> Iterator[str]:
+    """The app behind a real socket; its address."""
+    config = uvicorn.Config(app.app, port=0, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

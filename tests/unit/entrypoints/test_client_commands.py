@@ -2,32 +2,13 @@
 
 import asyncio
 import json
-import threading
-from contextlib import contextmanager
 
 import httpx
 import pytest
-import uvicorn
 
-from tests.helpers.http_app import App, says
+from tests.helpers.http_app import App, running, says
 from vllm.entrypoints.cli import bench, bench_load, client, main, run_batch
 from vllm.entrypoints.openai.api_server import build_state
-
-
-@contextmanager
-def running(app):
-    """The app behind a real socket; its address."""
-    config = uvicorn.Config(app.app, port=0, log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture

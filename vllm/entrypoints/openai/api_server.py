@@ -47,6 +47,7 @@ from vllm.entrypoints.openai.middleware import (
     LimitsMiddleware,
     LoadMiddleware,
     RequestIdMiddleware,
+    UnreadBodyMiddleware,
 )
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -198,6 +199,7 @@ def _add_middleware(app: FastAPI, args: argparse.Namespace, paths: Sequence[str]
         app.add_middleware(LoadMiddleware, load=app.state.serving.load)
     if args.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware, new_id=random_uuid)
+    app.add_middleware(UnreadBodyMiddleware)
     app.add_middleware(LastReplyMiddleware)
     app.add_middleware(HttpMetricsMiddleware, metrics=HttpMetrics(paths))
     for path in args.middleware:

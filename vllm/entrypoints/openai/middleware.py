@@ -1,4 +1,4 @@
-"""ASGI layers round the app: keys, sizes, last replies, request ids, load, HTTP metrics. Layer: L8.
+"""ASGI layers round the app: keys, sizes, unread bodies, last replies, request ids, load, HTTP metrics. Layer: L8.
 
 Each is a plain ASGI callable, so that streams pass through unbuffered and disconnects reach the routes.
 """
@@ -6,6 +6,7 @@ Each is a plain ASGI callable, so that streams pass through unbuffered and disco
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
@@ -34,6 +35,10 @@ GENERATING_PATHS = (
     "/v1/chat/completions/batch",
     "/inference/v1/generate",
 )
+
+# Of a body whose request is answered early, so much is read on, and so long.
+READ_ON_BYTES_MAX = 64 << 20
+READ_ON_SECONDS_MAX = 5.0
 
 
 def _header(scope: Scope, name: bytes) -> str | None:
@@ -109,6 +114,49 @@ class LimitsMiddleware:
             return message
 
         await self.app(scope, counted_receive, send)
+
+
+class UnreadBodyMiddleware:
+    """Reads on, within bounds, the rest of a body whose request is answered before its end: too large, no key, no such path.
+
+    A connection that closes on bytes nobody has read is reset, and a client that is still sending never sees the reply.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _sends_unasked(scope):
+            await self.app(scope, receive, send)
+            return
+        has_ended = False
+
+        async def noted_receive() -> Message:
+            nonlocal has_ended
+            message = await receive()
+            has_ended = message["type"] != "http.request" or not message.get("more_body", False)
+            return message
+
+        async def late_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(READ_ON_SECONDS_MAX):
+                        seen = 0
+                        while not has_ended and seen <= READ_ON_BYTES_MAX:
+                            seen += len((await noted_receive()).get("body", b""))
+            await send(message)
+
+        await self.app(scope, noted_receive, late_send)
+
+
+def _sends_unasked(scope: Scope) -> bool:
+    """Whether a body comes that can be read to its end, from a client that does not wait to be asked for it."""
+    if _header(scope, b"expect") is not None:
+        return False
+    stated = _header(scope, b"content-length")
+    if stated is None:
+        return _header(scope, b"transfer-encoding") is not None
+    return stated.isdigit() and 0 < int(stated) <= READ_ON_BYTES_MAX
 
 
 class LastReplyMiddleware:
