@@ -140,11 +140,12 @@ def test_off_09_a_resumed_request_stores_from_its_new_table() -> None:
     rig.step()
     assert rig.in_tier(request) == [0, 1]
     rig.scheduler._preempt_request(request, 0.0)
-    taken = rig.scheduler.kv_cache_manager.block_pool.get_new_blocks(13)  # its blocks go to others
+    taken = rig.scheduler.kv_cache_manager.block_pool.get_new_blocks(15)  # all its blocks go to others
     for block in taken:
         for pages in rig.memories[0].values():
             pages[block.block_id] = 77
     rig.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
+    before = list(rig.manager.store_side.states[request.request_id].block_ids[0])
     seen = []
     while rig.scheduler.has_unfinished_requests():
         rig.step()
@@ -153,6 +154,23 @@ def test_off_09_a_resumed_request_stores_from_its_new_table() -> None:
             seen.append(list(state.block_ids[0]))
             assert seen[-1] == rig.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
     assert seen, "the table was replaced, not extended"
+    assert seen[0][:2] != before[:2]
+    rig.run()
+    rig.check_output(request)
+    assert rig.in_tier(request) == [0, 1, 2]
+    check_tier_bytes(rig, request)
+    rig.assert_at_rest()
+
+
+def test_off_09_what_the_tier_has_lost_meanwhile_is_stored_again_by_the_resumed_request() -> None:
+    rig = Rig(device_blocks=16, host_blocks=16)
+    request = rig.add(prompt(10), max_tokens=6)
+    rig.step()
+    rig.step()
+    rig.scheduler._preempt_request(request, 0.0)
+    rig.evict_device()
+    rig.manager.tier.pool.evict_blocks(range(1, 16))
+    assert rig.in_tier(request) == []
     rig.run()
     rig.check_output(request)
     assert rig.in_tier(request) == [0, 1, 2]

@@ -18,7 +18,7 @@ from tests.helpers.sched import (
     replayed_window,
     window,
 )
-from tests.helpers.sched_connector import FakeConnector, LoadRunner
+from tests.helpers.sched_connector import FakeConnector, LoadRunner, with_connector
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
@@ -324,6 +324,48 @@ def test_a_paused_scheduler_still_admits_requests_that_hold_blocks() -> None:
     driver.add("b", prompt(5, 1), max_tokens=3)
     driver.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     assert list(driver.step().num_scheduled_tokens) == ["a"]
+
+
+def test_sch_01_a_loaded_request_that_does_not_fit_holds_up_no_other_loaded_one() -> None:
+    driver, connector, loads = with_connector(40)
+    scheduler = driver.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    connector.remember(prompt(24, 1))
+    connector.remember(prompt(8, 2))
+    driver.add("runs", prompt(5), max_tokens=30)
+    driver.step()
+    loads.hold = True
+    driver.add("large", [*prompt(24, 1), *range(20)], max_tokens=2)
+    driver.add("small", [*prompt(8, 2), 1], max_tokens=2)
+    driver.step()
+    assert [request.request_id for request in scheduler.kv_holding_waiting] == ["large", "small"]
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 2)  # what was left for their first steps is gone
+    loads.hold = False
+    driver.step()
+    assert "small" in driver.step().num_scheduled_tokens
+    assert [request.request_id for request in scheduler.kv_holding_waiting] == ["large"]
+    pool.free_blocks(taken)
+    driver.run()
+    assert set(driver.ends) == {"runs", "large", "small"}
+    driver.assert_at_rest()
+
+
+def test_sch_12_whose_blocks_a_step_in_flight_still_uses_gives_nothing_back_and_is_spared() -> None:
+    driver, _, _ = with_connector(8, looks_ahead=True)
+    requests = [driver.add(name, prompt(11, i), max_tokens=9) for i, name in enumerate("ab")]
+    assert driver.scheduler.defer_block_free
+    for _ in range(20):
+        if driver.free_blocks():
+            driver.step()
+    for _ in range(8):  # both are in the step that runs: the one that lacks a block waits for it
+        in_flight = {name for step, _ in driver.in_flight for name in step.num_scheduled_tokens}
+        output = driver.schedule()
+        assert not in_flight.intersection(output.preempted_req_ids or ())
+        while len(driver.in_flight) > 1:
+            driver.apply()
+    driver.run()
+    assert max(request.num_preemptions for request in requests) >= 1
+    driver.assert_at_rest()
 
 
 def test_a_shrunken_pool_makes_a_holder_give_its_blocks_back_rather_than_stall() -> None:
