@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.helpers.engine_configs import engine_config
+from vllm.config import KVEventsConfig
 from vllm.v1.message_types import FinishReason
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerBase, StatLoggerManager
@@ -15,6 +16,7 @@ from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector, get_metric
 from vllm.v1.metrics.stats import (
     IterationStats,
     KVCacheEvictionEvent,
+    KVEventStats,
     PrefillStats,
     PrefixCacheStats,
     RequestStateStats,
@@ -80,6 +82,34 @@ def test_kept_contents_are_shown_and_refusals_add_up(registry: CollectorRegistry
     got = values(registry)
     assert got["vllm:kv_retention_protected_blocks"] == 3
     assert got["vllm:kv_retention_refused_blocks_total"] == 7
+
+
+def test_what_the_event_publisher_did_adds_up(registry: CollectorRegistry) -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True)
+    metrics = PrometheusMetrics(engine_config(kv_events_config=events), [0], registry)
+    for sent, dropped, depth in ((5, 0, 3), (2, 1, 0)):
+        stats = KVEventStats(sent, dropped, 1, {"BlockStored": 4, "SomebodyElses": 9}, depth)
+        metrics.record(SchedulerStats(kv_event_stats=stats), None, 0)
+    got = {
+        name: value
+        for name, value in values(registry).items()
+        if "kv_event" in name and "created" not in name
+    }
+    assert got == {
+        "vllm:kv_event_batches_sent_total": 7,
+        "vllm:kv_event_batches_dropped_total": 1,
+        "vllm:kv_event_replay_requests_total": 2,
+        "vllm:kv_event_queue_depth": 0,
+        "vllm:kv_events_sent_total|BlockStored": 8,
+        "vllm:kv_events_sent_total|BlockRemoved": 0,
+        "vllm:kv_events_sent_total|AllBlocksCleared": 0,
+    }
+
+
+def test_without_events_there_are_no_figures_of_them(registry: CollectorRegistry) -> None:
+    metrics = PrometheusMetrics(engine_config(), [0], registry)
+    metrics.record(SchedulerStats(kv_event_stats=KVEventStats(1)), None, 0)
+    assert not [name for name in values(registry) if "kv_event" in name]
 
 
 def test_figures_of_a_step(registry: CollectorRegistry) -> None:

@@ -17,9 +17,11 @@ from tests.helpers.sched import (
     sched_config,
 )
 from tests.helpers.sched_connector import FakeConnector, LoadRunner
-from vllm.distributed.kv_event_publisher import EventPublisher
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_event_publisher import EventPublisher, PublisherCounters
 from vllm.distributed.kv_event_types import AllBlocksCleared, BlockStored, EventBatch
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import KVEventStats
 from vllm.v1.request import RequestStatus
 
 
@@ -240,6 +242,35 @@ def test_a_snapshot_is_told_once_and_behind_everything_that_came_up_before_it() 
     assert [batch.events for _, batch in asked.snapshots] == [snapshot.events] * 2
     scheduler.wake_for_events(driver.step)
     assert asked.wake_core == driver.step
+
+
+def test_statistics_tell_what_the_event_publisher_did_since_the_last_ones() -> None:
+    scheduler = make_scheduler(log_stats=True)
+    stats = scheduler.make_stats()
+    assert stats is not None
+    assert stats.kv_event_stats is None
+    told = (
+        PublisherCounters(3, 1, {"BlockStored": 5}, 2, 7),
+        PublisherCounters(5, 1, {"BlockStored": 9}, 2, 0),
+    )
+
+    class Counting(Recorder):
+        def get_publisher_config(self) -> KVEventsConfig:
+            return KVEventsConfig()
+
+        def get_counters(self) -> PublisherCounters:
+            return told[len(seen)]
+
+    seen: list[KVEventStats | None] = []
+    scheduler.kv_event_publisher = Counting()
+    for _ in told:
+        stats = scheduler.make_stats()
+        assert stats is not None
+        seen.append(stats.kv_event_stats)
+    assert seen == [
+        KVEventStats(3, 1, 2, {"BlockStored": 5}, 7),
+        KVEventStats(2, 0, 0, {"BlockStored": 4}, 0),
+    ]
 
 
 def test_statistics_cost_nothing_unless_asked_for() -> None:

@@ -20,6 +20,7 @@ from vllm.v1.metrics.stats import (
     KV_FETCH_STAGES,
     FinishedRequestStats,
     IterationStats,
+    KVEventStats,
     PrefixCacheStats,
     SchedulerStats,
     SpecDecodingStats,
@@ -134,6 +135,12 @@ BLOCK_HISTOGRAMS = {
     "kv_block_idle_before_evict_seconds": "Time since the last use of sampled KV blocks when they were evicted.",
     "kv_block_reuse_gap_seconds": "Time between two uses of sampled KV blocks.",
 }
+EVENT_COUNTERS = {
+    "kv_event_batches_sent": "Batches of KV events that were published.",
+    "kv_event_batches_dropped": "Batches of KV events that were lost: the queue was full, or they could not be sent.",
+    "kv_event_replay_requests": "Requests for a replay or for the present state.",
+}
+EVENT_TYPES = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 DRAFT_COUNTERS = {
     "spec_decode_num_drafts": "Drafts.",
     "spec_decode_num_draft_tokens": "Draft tokens.",
@@ -247,6 +254,16 @@ class PrometheusMetrics:
                 self._blocks[key] = self._engines(
                     self._make(Histogram, key, doc, buckets=list(_SECONDS_BLOCK))
                 )
+        self._events: dict[str, dict[int, Any]] = {}
+        self._events_by_type: dict[int, dict[str, Any]] = {}
+        if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
+            for key, doc in EVENT_COUNTERS.items():
+                self._events[key] = self._engines(self._make(Counter, key, doc))
+            depth = self._make(Gauge, "kv_event_queue_depth", "Batches of KV events that wait to be sent.")
+            self._events["kv_event_queue_depth"] = self._engines(depth)
+            self._events_by_type = self._engines_by(
+                self._make(Counter, "kv_events_sent", "KV events that were published.", ["type"]), EVENT_TYPES
+            )
         self._drafts: dict[str, dict[int, Any]] = {}
         self._accepted_at: Any = None
         if vllm_config.speculative_config is not None:
@@ -324,6 +341,8 @@ class PrometheusMetrics:
             self._connector.observe(stats.kv_connector_stats, index)
         if stats.spec_decoding_stats is not None and self._drafts:
             self._record_drafts(stats.spec_decoding_stats, index)
+        if stats.kv_event_stats is not None and self._events:
+            self._record_events(stats.kv_event_stats, index)
         if self._blocks:
             self._record_blocks(stats, index)
         if self._lora is not None:
@@ -347,6 +366,15 @@ class PrometheusMetrics:
         _add(self._drafts["spec_decode_num_accepted_tokens"][index], stats.num_accepted_tokens)
         for position, tokens in enumerate(stats.num_accepted_tokens_per_pos):
             _add(self._accepted_at.labels(*self._labels[index], str(position)), tokens)
+
+    def _record_events(self, stats: KVEventStats, index: int) -> None:
+        _add(self._events["kv_event_batches_sent"][index], stats.batches_sent)
+        _add(self._events["kv_event_batches_dropped"][index], stats.batches_dropped)
+        _add(self._events["kv_event_replay_requests"][index], stats.replay_requests)
+        self._events["kv_event_queue_depth"][index].set(stats.queue_depth)
+        for kind, count in stats.events_by_type.items():
+            if kind in self._events_by_type[index]:
+                _add(self._events_by_type[index][kind], count)
 
     def _record_blocks(self, stats: SchedulerStats, index: int) -> None:
         for event in stats.kv_cache_eviction_events:

@@ -223,6 +223,17 @@ class RequestSpecDecodeMetrics:
 
 
 @dataclass
+class KVEventStats:
+    """What the publisher of KV events did in an interval; ``queue_depth`` is the present one, in batches."""
+
+    batches_sent: int = 0
+    batches_dropped: int = 0
+    replay_requests: int = 0
+    events_by_type: dict[str, int] = field(default_factory=dict)
+    queue_depth: int = 0
+
+
+@dataclass
 class SchedulerStats:
     """State and counters of the scheduler for one interval."""
 
@@ -251,6 +262,8 @@ class SchedulerStats:
     """Contents of the device's cache that requests had pinned or kept before others."""
     num_protections_refused: int = 0
     """Contents for which that was refused, as the share for them was used up."""
+    kv_event_stats: KVEventStats | None = None
+    """None where no KV events are published."""
 
 
 @dataclass

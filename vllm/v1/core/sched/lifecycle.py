@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from vllm.config import KVEventsConfig, VllmConfig
-from vllm.distributed.kv_event_publisher import EventPublisher, EventPublisherFactory
+from vllm.distributed.kv_event_publisher import EventPublisher, EventPublisherFactory, PublisherCounters
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.logger import init_logger
@@ -126,6 +126,7 @@ class RequestLifecycle(SchedulerInterface):
         self._pause_state = PauseState.UNPAUSED
         self._num_preempted = self._num_corrupted = self._num_stalled = 0
         self._num_refused_told = 0
+        self._event_counters = PublisherCounters()
         self.cache_use = CacheUse()
 
     def _init_collaborators(

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.lifecycle import RequestLifecycle
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_report import CacheLookup, KVCacheReport, RequestsReport, TierReset
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
+from vllm.v1.metrics.stats import KVEventStats, PrefixCacheStats, SchedulerStats, SpecDecodingStats
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
@@ -200,10 +200,28 @@ class Upkeep(RequestLifecycle):
             num_stalled_reqs=self._num_stalled,
             num_protected_contents=0 if placer is None else placer.num_protected,
             num_protections_refused=num_refused - self._num_refused_told,
+            kv_event_stats=self._event_stats(),
         )
         self._num_refused_told = num_refused
         self._num_corrupted = self._num_preempted = self._num_stalled = 0
         return stats
+
+    def _event_stats(self) -> KVEventStats | None:
+        """What the publisher has done since the last call."""
+        publisher = self.kv_event_publisher
+        if publisher.get_publisher_config() is None:
+            return None
+        now, told = publisher.get_counters(), self._event_counters
+        self._event_counters = now
+        return KVEventStats(
+            batches_sent=now.batches_sent - told.batches_sent,
+            batches_dropped=now.batches_dropped - told.batches_dropped,
+            replay_requests=now.replay_requests - told.replay_requests,
+            events_by_type={
+                kind: count - told.events_sent.get(kind, 0) for kind, count in now.events_sent.items()
+            },
+            queue_depth=now.queue_depth,
+        )
 
     # --- views ------------------------------------------------------------------------------------------------------
 
