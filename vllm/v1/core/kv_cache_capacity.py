@@ -119,7 +119,8 @@ def require_room_for_one_request(
         f"To serve at least one request with the model's max seq len ({max_model_len_of(vllm_config)}), "
         f"{needed_bytes / _GIB:.4f} GiB of KV cache ({needed} blocks of {memory.bytes_per_block} bytes) are needed, but "
         f"{memory.available_bytes / _GIB:.4f} GiB ({num_blocks} blocks) are available. Based on the available memory, "
-        f"{hint}. Lower max_model_len or raise gpu_memory_utilization (device) or VLLM_CPU_KVCACHE_SPACE (CPU)."
+        f"{hint}. Lower max_model_len, or give the cache more memory: kv_cache_memory_bytes if it is set, else "
+        "gpu_memory_utilization (device) or VLLM_CPU_KVCACHE_SPACE (CPU)."
     )
 
 
