@@ -141,10 +141,12 @@ def _coarse_allows(group: Group, end: int, limit: int) -> bool:
 def fine_groups(draw: st.DrawFn) -> list[Group]:
     """Full attention and states with blocks of several hash units; entries may end inside blocks."""
     groups = []
+    may_drop = draw(st.booleans())
     for kind in draw(st.sampled_from([("full", "mamba"), ("mamba", "full", "full"), ("mamba",)])):
         block = draw(st.sampled_from([4, 8]))
         ends = draw(st.frozensets(st.integers(1, 24), min_size=4))
-        groups.append(Group(kind, block, 1, frozenset(e * UNIT for e in ends)))
+        drop = may_drop and draw(st.booleans())
+        groups.append(Group(kind, block, 1, frozenset(e * UNIT for e in ends), drop))
     return groups
 
 
@@ -162,6 +164,10 @@ def test_fine_grained_hit_is_the_largest_end_that_suits_all(
         cached = {e for e in group.cached if e <= num_tokens}
         if group.kind == "mamba":
             return end in cached
+        if group.drop:  # one hash unit is given back
+            end += UNIT
+            if end > limit:
+                return False
         whole = end // group.block * group.block
         if any(e not in cached for e in range(group.block, whole + 1, group.block)):
             return False
