@@ -15,7 +15,10 @@ from tests.helpers.offload_rig import rig_config
 from tests.helpers.sched import Driver, full, make_request, make_scheduler
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
+    ExampleConnector,
+    ExampleConnectorMetadata,
+)
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 IDENTITIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -172,3 +175,74 @@ def test_a_prompt_that_starts_again_is_never_saved_from_its_former_blocks(tmp_pa
     (folder,) = tmp_path.iterdir()
     shutil.rmtree(folder)
     assert saved([], CachedRequestData(["r"], set(), [], {}, [None], [13], [1]), 1) == []
+
+
+def test_a_reset_removes_what_is_stored_of_the_model_and_of_no_other(tmp_path: Path) -> None:
+    engine, other = Engine(tmp_path), Engine(tmp_path, "other")
+    assert [engine.offered("r"), other.offered("r")] == [0, 0]
+    connector = engine.driver.scheduler.connector
+    assert connector is not None
+    assert engine.driver.scheduler.reset_connector_cache()
+    withdrawal = connector.take_withdrawal()
+    assert withdrawal is not None
+    assert engine.worker.apply_withdrawal(withdrawal) is None
+    assert connector.take_withdrawal() is None
+    assert len(list(tmp_path.iterdir())) == 1
+    assert [engine.offered(name) for name in ("again", "found")] == [0, 12]
+    assert other.offered("s") == 12
+
+
+def test_a_reset_that_nobody_carries_out_leaves_with_the_next_step(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.offered("r")
+    engine.driver.scheduler.reset_connector_cache()
+    assert [engine.offered(name) for name in ("again", "found")] == [0, 12]
+
+
+def test_what_a_reset_cannot_remove_is_told_and_not_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path)
+    engine.offered("r")
+    connector = engine.driver.scheduler.connector
+    assert connector is not None
+    engine.driver.scheduler.reset_connector_cache()
+    withdrawal = connector.take_withdrawal()
+    assert withdrawal is not None
+
+    def refuse(*args: Any) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    assert "cannot be removed: read-only" in (engine.worker.apply_withdrawal(withdrawal) or "")
+    assert [engine.offered(name) for name in ("again", "and again")] == [0, 0]
+
+
+def test_a_prompt_under_way_at_a_reset_is_not_stored(tmp_path: Path) -> None:
+    """Its first blocks are from before."""
+    engine = Engine(tmp_path)
+    connector = engine.driver.scheduler.connector
+    assert connector is not None
+    request = make_request(engine.driver.scheduler, "r", range(13))
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [NewRequestData.from_request(request, ([1, 2, 3, 4],))]
+    output.num_scheduled_tokens = {"r": 8}
+    connector.build_connector_meta(output)
+    connector.reset_cache()
+    output.scheduled_new_reqs = []
+    output.scheduled_cached_reqs = CachedRequestData(["r"], set(), [], {}, [None], [8], [0])
+    orders = connector.build_connector_meta(output)
+    assert isinstance(orders, ExampleConnectorMetadata)
+    assert orders.requests == []
+
+
+@pytest.mark.parametrize(
+    ("tiers", "offered"), [([], 0), ([{"medium": "CPU"}], 0), ([{"medium": "STORAGE"}], 12), (None, 12)]
+)
+def test_a_request_loads_only_from_the_tiers_that_it_names(
+    tiers: list[dict[str, str]] | None, offered: int, tmp_path: Path
+) -> None:
+    engine = Engine(tmp_path)
+    engine.offered("stored")
+    extra = {} if tiers is None else {"kv_transfer_params": {"load_tier_filter": tiers}}
+    assert engine.offered("r", extra_args=extra) == offered

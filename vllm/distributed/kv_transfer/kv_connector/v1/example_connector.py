@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_event_types import MEDIUM_STORAGE
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -82,9 +83,10 @@ class ReqMeta:
 
 @dataclass
 class ExampleConnectorMetadata(KVConnectorMetadata):
-    """The prefixes of this step."""
+    """The prefixes of this step; ``clears``: what is stored of this model goes first."""
 
     requests: list[ReqMeta] = field(default_factory=list)
+    clears: bool = False
 
     def add_request(
         self,
@@ -138,6 +140,10 @@ class ExampleConnector(KVConnectorBase_V1):
         self._model: tuple[object, ...] = ()
         if model is not None:
             self._model = (model.model, model.revision, str(model.dtype), *_weights_of(vllm_config))
+        self._prefix = f"{_digest(self._model)[:16]}-"
+        self._clears = False
+        # What a reset has made unfindable and is still there.
+        self._withdrawn: dict[Path, tuple[int, int] | None] = {}
 
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
@@ -191,6 +197,26 @@ class ExampleConnector(KVConnectorBase_V1):
         for folder in list(self._collecting):
             self._discard(folder)
         self._given_up.clear()
+        if isinstance(connector_metadata, ExampleConnectorMetadata) and connector_metadata.clears:
+            self._remove_all()
+
+    def apply_withdrawal(self, withdrawal: KVConnectorMetadata) -> str | None:
+        return self._remove_all()
+
+    def _remove_all(self) -> str | None:
+        """Remove what is stored of this model; what stands in the way, None if it is gone."""
+        problem = None
+        for folder in sorted(self._storage.glob(f"{self._prefix}*")):
+            gone = folder.with_name(f"removed-{os.getpid()}-{folder.name}")
+            try:
+                os.rename(folder, gone)  # nobody ever finds half of it
+                shutil.rmtree(gone, ignore_errors=True)
+            except FileNotFoundError:
+                continue  # another engine was faster
+            except OSError as error:
+                problem = f"{folder} cannot be removed: {error}"
+                logger.error("ExampleConnector: %s", problem)
+        return problem
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are over when ``start_load_kv`` returns."""
@@ -242,6 +268,8 @@ class ExampleConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if not request.load_tiers.allows(MEDIUM_STORAGE):
+            return 0, False
         token_ids, mm_hashes = _prompt_of(request)
         num_tokens = aligned_length(len(token_ids), self._block_size)
         extra_keys = _extra_keys_of(request, num_tokens)
@@ -266,7 +294,8 @@ class ExampleConnector(KVConnectorBase_V1):
             self._to_load[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExampleConnectorMetadata:
-        metadata = ExampleConnectorMetadata()
+        metadata = ExampleConnectorMetadata(clears=self._clears)
+        self._clears = False
         scheduled = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             token_ids = list(new.prompt_token_ids or ())
@@ -324,15 +353,43 @@ class ExampleConnector(KVConnectorBase_V1):
         self._extra_keys.pop(request.request_id, None)
         return False, None
 
+    def reset_cache(self) -> bool | None:
+        # The folders go behind the steps under way, which may read them or add some.
+        self._clears = True
+        self._to_store.clear()
+        self._withdrawn = {folder: _identity(folder) for folder in self._storage.glob(f"{self._prefix}*")}
+        return True
+
+    def take_withdrawal(self) -> ExampleConnectorMetadata | None:
+        clears, self._clears = self._clears, False
+        return ExampleConnectorMetadata(clears=True) if clears else None
+
     def _is_stored(self, token_ids: Sequence[int], mm_hashes: Sequence[str], extra_keys: ExtraKeys) -> bool:
         num_tokens = aligned_length(len(token_ids), self._block_size)
-        return num_tokens > 0 and self._folder(token_ids[:num_tokens], mm_hashes, extra_keys).exists()
+        if num_tokens == 0 or self._clears:
+            return False
+        folder = self._folder(token_ids[:num_tokens], mm_hashes, extra_keys)
+        found = _identity(folder)
+        return found is not None and found != self._withdrawn.get(folder)
 
     def _folder(self, token_ids: Sequence[int], mm_hashes: Sequence[str], extra_keys: ExtraKeys) -> Path:
-        content: tuple[object, ...] = (self._model, list(token_ids), list(mm_hashes))
+        content: tuple[object, ...] = (list(token_ids), list(mm_hashes))
         if extra_keys:
             content = (*content, extra_keys)
-        return self._storage / hashlib.sha256(repr(content).encode()).hexdigest()
+        return self._storage / f"{self._prefix}{_digest(content)}"
+
+
+def _digest(content: tuple[object, ...]) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from a later one of its name; None if there is none."""
+    try:
+        info = folder.stat()
+    except OSError:
+        return None
+    return info.st_ino, info.st_ctime_ns
 
 
 def _weights_of(vllm_config: VllmConfig) -> tuple[object, ...]:
