@@ -10,21 +10,27 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.faulty_backend import FaultyBackend
 from vllm.utils.clock import MonotonicClock
 from vllm.v1.simple_kv_offload.copy_backend import COPY_BACKENDS, create_copy_backend
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyBackend, CopyResult
+from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 from vllm.v1.simple_kv_offload.disk_backend import DiskBackend
 
 BLOCKS, SLOTS = 12, 8
 WIDTHS = {"a": 64, "b": 160}
 CPU = torch.device("cpu")
+FAULTY = "faulty"
 
 
 class Bench:
     """A backend between device regions and a lower tier that only the backend itself can look into."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
-        rows = {name: torch.zeros(BLOCKS, width + 16, dtype=torch.int8) for name, width in WIDTHS.items()}
+    def __init__(self, kind: str, folder: Path, device: torch.device = CPU) -> None:
+        rows = {
+            name: torch.zeros(BLOCKS, width + 16, dtype=torch.int8, device=device)
+            for name, width in WIDTHS.items()
+        }
         # Rows lie apart, as pages of one layer inside a block do.
         self.device = {name: rows[name][:, :width] for name, width in WIDTHS.items()}
         self.fill()
@@ -45,14 +51,20 @@ class Bench:
             self.backend = disk
         else:
             self.tier = {name: torch.zeros(SLOTS, width, dtype=torch.int8) for name, width in WIDTHS.items()}
-            region = create_copy_backend(kind, MonotonicClock(), 30.0)  # type: ignore[arg-type]
-            region.init(self.device, self.tier, CPU)
-            self.backend = region
+            region = create_copy_backend("threaded" if kind == FAULTY else kind, MonotonicClock(), 30.0)  # type: ignore[arg-type]
+            on_host = device == CPU
+            if not on_host:
+                assert all(pin_tensor(rows) for rows in self.tier.values())
+            streams = [None if on_host else torch.cuda.Stream(device) for _ in range(2)]
+            region.init(self.device, self.tier, device, *streams)
+            self.backend = FaultyBackend(region, seed=0, rate=0.0) if kind == FAULTY else region
 
     def fill(self) -> None:
         for number, region in enumerate(self.device.values()):
             for block in range(BLOCKS):
                 region[block] = 10 * block + number
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def copy(self, src: list[int], dst: list[int], is_store: bool, wait_event: Any = None) -> CopyResult:
         events: list[Any] = []
@@ -66,7 +78,8 @@ class Bench:
         return [int(value) for region in self.device.values() for value in region[block].unique()]
 
 
-KINDS = [kind for kind in COPY_BACKENDS if kind != "cuda_dma"] + ["disk"]
+# The wrapper of tests changes nothing while no fault is planted. "cuda_dma" runs all this where a GPU is: tests/gpu.
+KINDS = [kind for kind in COPY_BACKENDS if kind != "cuda_dma"] + ["disk", FAULTY]
 
 
 @pytest.fixture(params=KINDS)

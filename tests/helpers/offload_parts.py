@@ -135,6 +135,7 @@ def rig_config(
     caching: bool = True,
     looks_ahead: bool = False,
     speculative: Any = None,
+    match_unit: int | None = None,
     extra: dict[str, Any] | None = None,
 ) -> VllmConfig:
     """A real config around a model that exists only in name."""
@@ -147,7 +148,9 @@ def rig_config(
     )  # fmt: skip
     config = VllmConfig(
         model_config=model,  # type: ignore[arg-type]
-        cache_config=CacheConfig(block_size=block, enable_prefix_caching=caching),
+        cache_config=CacheConfig(
+            block_size=block, enable_prefix_caching=caching, prefix_match_unit=match_unit
+        ),
         scheduler_config=SchedulerConfig(
             max_model_len=512,
             is_encoder_decoder=False,

@@ -145,6 +145,10 @@ def test_events_name_the_medium(tmp_path: Path) -> None:
     assert stored
     assert stored[0].token_ids
     assert removed, "the disk has evicted"
+    stats = rig.manager.get_stats()
+    assert stats is not None
+    assert stats.data["data"][MetricName.DISK_EVICTED_BLOCKS] == {(): rig.chain.disk.evictions}
+    assert rig.chain.disk.evictions > 0
     rig.close()
 
 

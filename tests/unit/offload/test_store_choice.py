@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
 from vllm.v1.simple_kv_offload.arc import ArcQueue
+from vllm.v1.simple_kv_offload.metrics import MetricName
 
 
 def stored_by(rig: Rig, output: SchedulerOutput) -> list[int]:
@@ -175,6 +176,15 @@ def test_stores_under_way_are_bounded_and_go_on_when_some_have_ended() -> None:
     rig.assert_at_rest()
 
 
+@pytest.mark.parametrize("specs", [[full(8), mamba(8)], [full(16), mamba(8)]])
+def test_a_prompts_end_inside_a_block_is_stored_when_its_request_ends(specs: list[Any]) -> None:
+    rig = Rig(specs, device_blocks=60, host_blocks=60, config_changes={"match_unit": 4})
+    rig.generate(prompt(14), max_tokens=1)
+    rig.evict_device()
+    assert rig.generate([*prompt(14), 7, 7, 7], max_tokens=1).num_cached_tokens == 12
+    rig.assert_at_rest()
+
+
 def test_what_finds_the_queue_full_at_the_end_is_counted() -> None:
     page = full().page_size_bytes
     rig = Rig(device_blocks=40, extra={"max_pending_store_bytes": 2 * page})
@@ -182,6 +192,20 @@ def test_what_finds_the_queue_full_at_the_end_is_counted() -> None:
     assert rig.in_tier(request) == [0, 1]
     assert rig.manager.store_side.declines.queue == 6
     assert rig.manager.store_side.declines.full == 0
+    rig.assert_at_rest()
+
+
+def test_what_finds_no_slot_at_the_end_is_counted_and_so_is_what_gave_its_slot() -> None:
+    rig = Rig(device_blocks=40, host_blocks=4)  # 3 usable
+    request = rig.generate(prompt(33), max_tokens=1)
+    assert rig.in_tier(request) == [0, 1, 2]
+    rig.generate(prompt(9, seed=1), max_tokens=1)
+    stats = rig.manager.get_stats()
+    assert stats is not None
+    told = stats.data["data"]
+    declined = told[MetricName.DECLINED_STORE_BLOCKS]
+    assert (declined["full",], declined["queue",]) == (5, 0)
+    assert told[MetricName.EVICTED_BLOCKS][()] == rig.manager.tier.evictions == 2
     rig.assert_at_rest()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.simple_kv_offload.copy_backends.numa import spread_over_nodes
 
 logger = init_logger(__name__)
 
@@ -67,7 +68,9 @@ def aligned_zeros(num_rows: int, row_bytes: int) -> torch.Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     if size == 0:
         return torch.zeros((num_rows, row_bytes), dtype=torch.int8)
-    return torch.frombuffer(memory, dtype=torch.int8, count=size).view(num_rows, row_bytes)
+    rows = torch.frombuffer(memory, dtype=torch.int8, count=size).view(num_rows, row_bytes)
+    spread_over_nodes(rows.data_ptr(), size)
+    return rows
 
 
 def check_reservable(num_bytes: int) -> None:
