@@ -15,6 +15,7 @@ from tests.helpers.kv_plans import (
     ring,
     window,
 )
+from vllm.v1.core import kv_cache_planner
 from vllm.v1.core.kv_cache_placement import bytes_per_block, group_waste, place_groups
 from vllm.v1.core.kv_cache_planning import (
     DefaultKVCacheConfigBuilder,
@@ -98,6 +99,15 @@ def test_pages_of_mixed_sizes_lie_side_by_side() -> None:
     assert (index.offset, index.layer_stride) == (11 * 1_179_648, 38_016)
     assert {t.size for t in config.kv_cache_tensors} == {3 * 13_394_304}
     assert config.kv_cache_layout == "BLHNC"
+
+
+def test_what_groups_leave_unused_is_told_when_the_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(kv_cache_planner.logger, "info", lambda text, *values: told.append(text % values))
+    specs = [{"f": full(heads=2), "g": full(heads=2), "w": window()}]
+    config = plan_config(max_model_len=64, max_in_flight_tokens=16)
+    get_kv_cache_configs(config, specs, [1 << 20], get_global_kv_cache_groups(config, specs))
+    assert told[-1].endswith("2048 bytes for 2 groups, which leave unused of a block of theirs: 0%, 75%")
 
 
 def test_windows_are_split_to_fit_when_nothing_else_is() -> None:

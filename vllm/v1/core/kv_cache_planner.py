@@ -235,8 +235,16 @@ def _report(
     if not groups:
         return
     widest = max(rank.bytes_per_block for rank in ranks)
-    logger.info("KV cache: %d blocks of %d bytes in %d groups", num_blocks, widest, len(groups))
-    for waste in group_waste(read_plan_inputs(vllm_config).layout, groups):
+    wastes = group_waste(read_plan_inputs(vllm_config).layout, groups)
+    unused = ", ".join(f"{w.wasted_bytes / max(1, w.used_bytes + w.wasted_bytes):.0%}" for w in wastes)
+    logger.info(
+        "KV cache: %d blocks of %d bytes for %d groups, which leave unused of a block of theirs: %s",
+        num_blocks,
+        widest,
+        len(groups),
+        unused,
+    )
+    for waste in wastes:
         logger.debug(
             "KV cache group %d: %d bytes of a block used, %d unused",
             waste.group_id,
