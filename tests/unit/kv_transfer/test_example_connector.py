@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
     ExampleConnectorMetadata,
 )
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import RequestStatus
 
 IDENTITIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "salt": ({"cache_salt": "one"}, {"cache_salt": "other"}),
@@ -246,3 +247,20 @@ def test_a_request_loads_only_from_the_tiers_that_it_names(
     engine.offered("stored")
     extra = {} if tiers is None else {"kv_transfer_params": {"load_tier_filter": tiers}}
     assert engine.offered("r", extra_args=extra) == offered
+
+
+def test_what_a_request_that_ended_in_an_error_has_stored_goes(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    scheduler = engine.driver.scheduler
+    engine.offered("good", 9)
+    engine.offered("bad", 13)
+    connector = scheduler.connector
+    assert connector is not None
+    assert connector.take_withdrawal() is None
+    assert len(list(tmp_path.iterdir())) == 2
+    scheduler.finish_requests("bad", RequestStatus.FINISHED_ERROR)
+    withdrawal = connector.take_withdrawal()
+    assert withdrawal is not None
+    assert engine.worker.apply_withdrawal(withdrawal) is None
+    assert engine.offered("as bad", 13) == 0
+    assert engine.offered("as good", 9) == 8

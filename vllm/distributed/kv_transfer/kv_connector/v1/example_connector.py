@@ -37,7 +37,7 @@ from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_report import ExternalHit
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.simple_kv_offload.copy_backends.kv_digest import weight_facts
 
 logger = init_logger(__name__)
@@ -83,10 +83,10 @@ class ReqMeta:
 
 @dataclass
 class ExampleConnectorMetadata(KVConnectorMetadata):
-    """The prefixes of this step; ``clears``: what is stored of this model goes first."""
+    """The prefixes of this step; ``withdrawn``: patterns of the names of folders that go first."""
 
     requests: list[ReqMeta] = field(default_factory=list)
-    clears: bool = False
+    withdrawn: list[str] = field(default_factory=list)
 
     def add_request(
         self,
@@ -141,8 +141,8 @@ class ExampleConnector(KVConnectorBase_V1):
         if model is not None:
             self._model = (model.model, model.revision, str(model.dtype), *_weights_of(vllm_config))
         self._prefix = f"{_digest(self._model)[:16]}-"
-        self._clears = False
-        # What a reset has made unfindable and is still there.
+        # Patterns that the worker half has not been told, and what may not be found though it is still there.
+        self._withdrawing: list[str] = []
         self._withdrawn: dict[Path, tuple[int, int] | None] = {}
 
     @classmethod
@@ -197,16 +197,12 @@ class ExampleConnector(KVConnectorBase_V1):
         for folder in list(self._collecting):
             self._discard(folder)
         self._given_up.clear()
-        if isinstance(connector_metadata, ExampleConnectorMetadata) and connector_metadata.clears:
-            self._remove_all()
+        self.apply_withdrawal(connector_metadata)
 
     def apply_withdrawal(self, withdrawal: KVConnectorMetadata) -> str | None:
-        return self._remove_all()
-
-    def _remove_all(self) -> str | None:
-        """Remove what is stored of this model; what stands in the way, None if it is gone."""
         problem = None
-        for folder in sorted(self._storage.glob(f"{self._prefix}*")):
+        patterns = withdrawal.withdrawn if isinstance(withdrawal, ExampleConnectorMetadata) else ()
+        for folder in [folder for pattern in patterns for folder in sorted(self._storage.glob(pattern))]:
             gone = folder.with_name(f"removed-{os.getpid()}-{folder.name}")
             try:
                 os.rename(folder, gone)  # nobody ever finds half of it
@@ -294,8 +290,8 @@ class ExampleConnector(KVConnectorBase_V1):
             self._to_load[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExampleConnectorMetadata:
-        metadata = ExampleConnectorMetadata(clears=self._clears)
-        self._clears = False
+        metadata = ExampleConnectorMetadata(withdrawn=self._withdrawing)
+        self._withdrawing = []
         scheduled = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             token_ids = list(new.prompt_token_ids or ())
@@ -348,25 +344,36 @@ class ExampleConnector(KVConnectorBase_V1):
         )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if request.status is RequestStatus.FINISHED_ERROR:
+            # Whatever was wrong, such as logits that are no numbers, what it read and wrote is suspect.
+            token_ids, mm_hashes = _prompt_of(request)
+            num_tokens = aligned_length(len(token_ids), self._block_size)
+            folder = self._folder(token_ids[:num_tokens], mm_hashes, _extra_keys_of(request, num_tokens))
+            self._withdraw(folder.name)
         self._to_load.pop(request.request_id, None)
         self._to_store.pop(request.request_id, None)
         self._extra_keys.pop(request.request_id, None)
         return False, None
 
     def reset_cache(self) -> bool | None:
-        # The folders go behind the steps under way, which may read them or add some.
-        self._clears = True
         self._to_store.clear()
-        self._withdrawn = {folder: _identity(folder) for folder in self._storage.glob(f"{self._prefix}*")}
+        self._withdraw(f"{self._prefix}*")
         return True
 
+    def _withdraw(self, pattern: str) -> None:
+        """Find these folders no more; they go behind the steps under way, which may read them or add some."""
+        self._withdrawing.append(pattern)
+        still_there = [folder for folder, found in self._withdrawn.items() if _identity(folder) == found]
+        folders = [*still_there, *self._storage.glob(pattern)]
+        self._withdrawn = {folder: _identity(folder) for folder in folders}
+
     def take_withdrawal(self) -> ExampleConnectorMetadata | None:
-        clears, self._clears = self._clears, False
-        return ExampleConnectorMetadata(clears=True) if clears else None
+        withdrawn, self._withdrawing = self._withdrawing, []
+        return ExampleConnectorMetadata(withdrawn=withdrawn) if withdrawn else None
 
     def _is_stored(self, token_ids: Sequence[int], mm_hashes: Sequence[str], extra_keys: ExtraKeys) -> bool:
         num_tokens = aligned_length(len(token_ids), self._block_size)
-        if num_tokens == 0 or self._clears:
+        if num_tokens == 0 or self._withdrawing:
             return False
         folder = self._folder(token_ids[:num_tokens], mm_hashes, extra_keys)
         found = _identity(folder)
