@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.helpers.offload_rig import Rig, prompt
-from vllm.v1.simple_kv_offload.patrol import REQUESTS_PER_STEP, HolePatrol
+from vllm.v1.simple_kv_offload.patrol import REQUESTS_PER_STEP, ROUNDS_PER_TURNOVER, HolePatrol
 from vllm.v1.simple_kv_offload.store_policy import describe_request_tokens
 
 
@@ -16,21 +16,55 @@ def test_every_request_gets_its_turn() -> None:
     assert patrol.turns(request_ids[:2]) == request_ids[:2]
 
 
-def test_a_round_is_due_only_after_the_tier_has_evicted() -> None:
+def test_a_round_is_due_where_the_tier_has_lost_what_a_request_counts_on() -> None:
+    rig = Rig(device_blocks=32)
+    request = rig.add(prompt(13), max_tokens=8)
+    rig.step()
+    rig.step()
+    side, tier = rig.manager.store_side, rig.manager.tier
+    state = side.states[request.request_id]
+    assert len(side.patrol) == 3, "the request counts on its three slots"
+    assert not side.patrol.has_work(side.stores, state)
+    tier.pool.num_evicted += 1
+    assert not side.patrol.has_work(side.stores, state), "what was lost is none of its slots"
+    tier.pool.num_evicted -= 1
+    tier.evict([next(iter(state.guarded_slots))])
+    assert len(side.patrol) == 2
+    assert side.patrol.has_work(side.stores, state)
+    rig.step()
+    assert not state.patrol_from, "the round is over"
+    rig.step()
+    assert len(side.patrol) == 3, "and has filled the hole"
+    rig.run()
+    assert len(side.patrol) == 0
+
+
+def test_a_round_is_due_now_and_then_so_that_slots_in_use_stay_young() -> None:
+    rig = Rig(device_blocks=32)
+    request = rig.add(prompt(13), max_tokens=8)
+    rig.step()
+    rig.step()
+    side, pool = rig.manager.store_side, rig.manager.tier.pool
+    state = side.states[request.request_id]
+    pool.num_evicted += pool.num_gpu_blocks // ROUNDS_PER_TURNOVER - 1
+    assert not side.patrol.has_work(side.stores, state)
+    pool.num_evicted += 1
+    assert side.patrol.has_work(side.stores, state)
+    rig.run()
+
+
+def test_any_eviction_counts_where_a_request_may_lack_a_copy_already() -> None:
     rig = Rig(device_blocks=32)
     request = rig.add(prompt(13), max_tokens=8)
     rig.step()
     rig.step()
     side = rig.manager.store_side
     state = side.states[request.request_id]
-    assert not side.patrol.has_work(side.stores, state)
+    state.may_lack_copies = True
+    assert not side.patrol.has_work(side.stores, state), "nothing has changed"
     rig.manager.tier.pool.num_evicted += 1
     assert side.patrol.has_work(side.stores, state)
-    rig.step()
-    assert not side.patrol.has_work(side.stores, state), "the round found nothing and is over"
-    assert len(side.patrol) == 3, "but the request counts on its three slots now"
     rig.run()
-    assert len(side.patrol) == 0
 
 
 def test_block_tables_are_asked_for_only_where_there_is_something_to_walk() -> None:

@@ -22,26 +22,31 @@ BLOCKS_PER_STEP = 64
 """Positions examined per request and step."""
 REQUESTS_PER_STEP = 4
 """Requests whose turn it is in a step."""
+ROUNDS_PER_TURNOVER = 4
+"""Rounds over a request's blocks while the tier evicts as many slots as it has, if nothing happens to those blocks."""
 
 
 class HolePatrol:
-    """Re-examines a bounded part of some running requests per step, while the tier evicts.
+    """Re-examines a bounded part of some running requests per step, where copies may have gone.
 
     Slots that a running request counts on are *guarded*: filling one hole never digs another, so two
     requests cannot evict each other for ever. First-time stores may take the guarded slots of others. What requests of
     other engines count on is not known: there a hole is filled over their content once per request and block.
     """
 
-    def __init__(self) -> None:
-        self._guarded: dict[int, BlockHashWithGroupId] = {}
+    def __init__(self, guarded: dict[int, BlockHashWithGroupId] | None = None) -> None:
+        """``guarded``: where guards are kept, see `Tier.guarded`."""
+        self._guarded: dict[int, BlockHashWithGroupId] = {} if guarded is None else guarded
         self._dismissals = 0
         self._turn = 0
 
     def guard(self, state: StoreRequestState, slot: KVCacheBlock) -> None:
         """The request counts on what the slot holds now. Ends with `dismiss`."""
-        if slot.block_hash is not None:
-            self._guarded[slot.block_id] = slot.block_hash
-            state.guarded_slots.add(slot.block_id)
+        if slot.block_hash is None:
+            state.may_lack_copies = True
+            return
+        self._guarded[slot.block_id] = slot.block_hash
+        state.guarded_slots.add(slot.block_id)
 
     def dismiss(self, state: StoreRequestState) -> None:
         """The request counts on nothing any more."""
@@ -67,11 +72,19 @@ class HolePatrol:
     def has_work(self, stores: Stores, state: StoreRequestState) -> bool:
         """Whether a round over this request's blocks is under way or due.
 
-        One is due when the tier has evicted something, or another request let go of its slots, since the last one.
+        One is due when the tier has lost something that a running request counts on. Where that would not tell,
+        because the request may lack copies already, every eviction and every slot that another request lets go of
+        counts. Else now and then, so that the request's slots stay young.
         """
         if state.patrol_from:
             return True
-        return stores.tier.evictions > 0 and state.changes_seen != self._num_changes(stores)
+        losses, dismissals, evictions = state.changes_seen
+        evicted = stores.tier.evictions - evictions
+        if losses != self._num_losses(stores):
+            return True
+        if state.may_lack_copies and (evicted or dismissals != self._dismissals):
+            return stores.tier.evictions > 0
+        return evicted >= max(1, stores.tier.num_blocks // ROUNDS_PER_TURNOVER)
 
     def select_holes(
         self,
@@ -109,16 +122,19 @@ class HolePatrol:
             state.patrol_from = []
         self._refresh(stores, state, present)
         chosen.recheck_victims()
+        state.may_lack_copies |= bool(missing)
         # The walk went backwards; the first blocks of a chain are worth most.
         for block_id, key in reversed(missing):
             self._fill(stores, state, block_id, key, chosen)
 
     def _begin(self, stores: Stores, state: StoreRequestState) -> None:
-        state.changes_seen = self._num_changes(stores)
+        state.changes_seen = (self._num_losses(stores), self._dismissals, stores.tier.evictions)
+        state.may_lack_copies = False
         state.patrol_from = [cursor - 1 for cursor in state.num_stored_blocks]
 
-    def _num_changes(self, stores: Stores) -> int:
-        return stores.tier.evictions + self._dismissals
+    def _num_losses(self, stores: Stores) -> int:
+        # What other engines take from a shared pool is known as evictions only.
+        return stores.tier.guard_losses if stores.tier.shared is None else stores.tier.evictions
 
     def _refresh(self, stores: Stores, state: StoreRequestState, slots: Sequence[KVCacheBlock]) -> None:
         for slot in slots:

@@ -47,12 +47,16 @@ class StoreRequestState:
     finished: bool = False
     patrol_from: list[int] = field(default_factory=list, kw_only=True)
     """Per group the next block to re-examine for holes, -1 = nothing left of this round."""
-    changes_seen: int = field(default=0, kw_only=True)
-    """State of the tier when the last round began."""
+    changes_seen: tuple[int, int, int] = field(default=(0, 0, 0), kw_only=True)
+    """Losses, dismissals and evictions when the last round began."""
+    may_lack_copies: bool = field(default=False, kw_only=True)
+    """Whether a block behind the cursors may have no copy, or one that nobody guards, since then."""
     guarded_slots: set[int] = field(default_factory=set, kw_only=True)
     """Slots of the tier this request counts on; written by the hole patrol."""
     filled_once: set[BlockHashWithGroupId] = field(default_factory=set, kw_only=True)
     """Holes that were filled over what another engine had stored; written by the hole patrol."""
+    quiet_below: int = field(default=0, kw_only=True)
+    """With fewer computed tokens no cursor can move."""
     start_tokens: int = field(default=0, kw_only=True)
     """Tokens that counted as computed when it got its table: hits, whose bytes may still have been on their way."""
 
@@ -80,6 +84,7 @@ class StoreRequestState:
         """Examine every block again; copies that exist are passed over quickly."""
         self.num_stored_blocks = [0] * len(self.num_stored_blocks)
         self.patrol_from = []
+        self.quiet_below = 0
 
 
 class Selection:
@@ -312,18 +317,24 @@ def keys_between(
             yield make_block_hash_with_group_id(block_hash, group)
 
 
-def unsettled_ranges(requests: Iterable[Request], scheduled: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def unsettled_ranges(
+    requests: Iterable[Request], scheduled: Mapping[str, int], unit: int
+) -> dict[str, tuple[int, int]]:
     """By request, the tokens ``(start, end]`` that steps in flight, the one being built included, are to compute.
 
-    The device hashes blocks before their bytes exist, and others may hit them: whoever holds such a
-    block must not store it before the step has been processed.
+    Without ranges in which no ``unit`` tokens end: so it is with most requests in most steps. The device hashes
+    blocks before their bytes exist, and others may hit them: whoever holds such a block must not store it before the
+    step has been processed.
     """
     ranges = {}
     for request in requests:
-        start = confirmed_tokens(request)
-        end = request.num_computed_tokens + scheduled.get(request.request_id, 0)
-        if end > start:
-            ranges[request.request_id] = (start, end)
+        # What `confirmed_tokens` tells, without a call: this looks at every request in every step.
+        computed, in_flight = request.num_computed_tokens, request.num_in_flight_tokens
+        placeholders = request.num_output_placeholders
+        start = computed - (placeholders if placeholders > in_flight else in_flight)
+        end = computed + scheduled.get(request.request_id, 0)
+        if start // unit < end // unit:
+            ranges[request.request_id] = (max(0, start), end)
     return ranges
 
 

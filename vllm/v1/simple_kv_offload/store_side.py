@@ -5,7 +5,7 @@ Owns cursors, leases of stores and the ledger. It must not know loads, lookups o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
@@ -78,7 +78,7 @@ class StoreSide:
         self.planned: list[Transfer] = []
         self.table = StoreTable(settings.num_ranks)
         self.boundary = BoundaryStores()
-        self.patrol = HolePatrol()
+        self.patrol = HolePatrol(tier.guarded)
         self.ledger = Ledger()
         self.declines = StoreDeclines()
         self.num_preempted_blocks = 0
@@ -107,11 +107,9 @@ class StoreSide:
     def settle(self, scheduled: Mapping[str, int]) -> None:
         """Find out anew what steps in flight, and the one being built, are still to compute."""
         self.unsettled.clear()
-        self._computing = unsettled_ranges(self.requests.values(), scheduled)
-        unit = self.stores.hash_block_size
+        self._computing = unsettled_ranges(self.requests.values(), scheduled, self.stores.hash_block_size)
         for request_id, (start, end) in self._computing.items():
-            if start // unit != end // unit:  # else no block ends there
-                self.unsettled.update(keys_between(self.stores, self.requests[request_id], start, end))
+            self.unsettled.update(keys_between(self.stores, self.requests[request_id], start, end))
         if self._left_behind:
             self._left_behind = [entry for entry in self._left_behind if entry[0] > self._step]
             for _, keys in self._left_behind:
@@ -166,19 +164,27 @@ class StoreSide:
                 self._offer(states[req_id].request)
         block_state = output.kv_connector_block_state
         hand_offs = dict(block_state.boundary_state_offloads) if block_state is not None else {}
-        preempted = output.preempted_req_ids or ()
-        scheduled = {
-            req_id: states[req_id]
-            for req_id in output.num_scheduled_tokens
-            if req_id in states and req_id not in preempted
-        }
-        patrolled = self.patrol.turns(list(scheduled)) if self._tier.evictions else ()
-        for req_id, state in scheduled.items():
-            patrol = req_id in patrolled and self.patrol.has_work(self.stores, state)
+        scheduled: Iterable[str] = output.num_scheduled_tokens
+        if preempted := output.preempted_req_ids:
+            scheduled = [req_id for req_id in scheduled if req_id not in preempted]
+        patrolled = self._patrolled(scheduled)
+        if not (patrolled or hand_offs):
+            # A few of them in most steps, while all are looked at in every step.
+            scheduled = [
+                req_id
+                for req_id in scheduled
+                if (known := states.get(req_id)) is not None
+                and known.request.num_computed_tokens >= known.quiet_below
+            ]
+        for req_id in scheduled:
+            state = states.get(req_id)
+            if state is None:
+                continue
+            patrol = req_id in patrolled
             own_hand_offs = hand_offs.pop(req_id, ()) if hand_offs else ()
-            has_new = self._has_new_blocks(state)
+            has_new = state.request.num_computed_tokens >= state.quiet_below and self._has_new_blocks(state)
             if not (patrol or has_new or own_hand_offs):
-                continue  # most steps of most requests
+                continue
             table: BlockTable = state.block_ids
             # A table is as long as the request: it is only asked for where something is to be walked.
             if block_state is not None and (patrol or has_new):
@@ -186,6 +192,14 @@ class StoreSide:
             self._plan_running(state, table, own_hand_offs, patrol)
         for left in hand_offs.values():
             self.boundary.drop(left)
+
+    def _patrolled(self, scheduled: Iterable[str]) -> Collection[str]:
+        """The requests whose blocks are to be looked at again in this step."""
+        if not (self._tier.evictions or self._tier.guard_losses):
+            return ()
+        states = self.states
+        turns = self.patrol.turns([req_id for req_id in scheduled if req_id in states])
+        return [req_id for req_id in turns if self.patrol.has_work(self.stores, states[req_id])]
 
     def plan_preempted(self) -> None:
         """Before anything else in the step: what preempted requests computed and no tier has.
@@ -223,16 +237,18 @@ class StoreSide:
             reuse.offer(request, tokens // self.stores.hash_block_size)
 
     def _has_new_blocks(self, state: StoreRequestState) -> bool:
-        """Whether some cursor may move in this step."""
+        """Whether some cursor may move in this step. Tells the state until when none can."""
         confirmed = confirmed_tokens(state.request)
-        for group, size in self._stable_sizes:
-            cursor = state.num_stored_blocks[group]
-            if confirmed < (cursor + 1) * size:
-                continue  # no block is full: so it is in most steps of a request
-            storable = self.stores.storable_tokens(state.request)
-            if cursor < num_full_blocks(self.stores, state.request, group, storable):
-                return True
-        return False
+        ends = [(state.num_stored_blocks[group] + 1) * size for group, size in self._stable_sizes]
+        state.quiet_below = min(ends, default=0)
+        if confirmed < state.quiet_below:
+            return False  # no block is full
+        storable = self.stores.storable_tokens(state.request)
+        return any(
+            confirmed >= end
+            and state.num_stored_blocks[group] < num_full_blocks(self.stores, state.request, group, storable)
+            for (group, _), end in zip(self._stable_sizes, ends, strict=True)
+        )
 
     def _plan_running(
         self, state: StoreRequestState, table: BlockTable, hand_offs: Sequence[HandOff], patrol: bool
@@ -242,7 +258,10 @@ class StoreSide:
             self._offer(state.request, max(num_tokens for _, _, num_tokens in hand_offs))
             self.boundary.select(self.stores, hand_offs, state, chosen)
         if table:
+            num_chosen = len(chosen.candidates)
             advance = select_new(self.stores, state, table, self._stable, chosen)
+            # What was passed over has a copy that this request does not guard yet, or none.
+            state.may_lack_copies |= sum(advance) > len(chosen.candidates) - num_chosen
             state.num_stored_blocks = [
                 cursor + step for cursor, step in zip(state.num_stored_blocks, advance, strict=True)
             ]
@@ -265,12 +284,24 @@ class StoreSide:
         limit = self._settings.max_pending_blocks
         return None if limit is None else max(0, limit - self.ledger.in_flight)
 
-    def plan(self, candidates: Candidates, request_id: str | None, *, to_front: bool = False) -> None:
-        """Lease the device blocks and stage a slot for each; the order leaves with the next `submit`."""
+    def plan(
+        self,
+        candidates: Candidates,
+        request_id: str | None,
+        *,
+        to_front: bool = False,
+        among: Sequence[KVCacheBlock] = (),
+    ) -> None:
+        """Lease the device blocks and stage a slot for each; the order leaves with the next `submit`.
+
+        ``among``: the cached blocks of the queue's front, with those to be copied, which get their place there back.
+        """
         if not candidates:
             return
         owner = f"store of {request_id}" if request_id is not None else "lazy store"
+        num_ahead = self.num_returning_blocks + among.index(candidates.blocks[-1]) if among else 0
         device = Lease(self.stores.device, candidates.blocks, owner, to_front=to_front)
+        device.keep_place(num_ahead)
         keys = candidates.contents
         # What goes back to the front is given last first.
         staged = self._tier.stage_for(keys, backwards=to_front)
@@ -379,6 +410,8 @@ class StoreSide:
             self.ledger.done += size
         else:
             self.ledger.failed += size
+        if state is not None and not (ok and transfer.state is TransferState.SUBMITTED):
+            state.may_lack_copies = True
         if transfer.state is TransferState.SUBMITTED:
             self._leave_flight(transfer)
         transfer.finish(ok=ok)

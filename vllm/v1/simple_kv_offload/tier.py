@@ -117,6 +117,10 @@ class Tier:
         """What is found, held, staged or given up must be so within a turn, in which no other engine acts."""
         self.geometry = geometry
         self.coordinator = self.make_coordinator(self.pool)
+        self.guarded: dict[int, BlockHashWithGroupId] = {}
+        """Slots whose content somebody counts on, and what that is; such a slot leaves when it is taken or evicted."""
+        self.guard_losses = 0
+        """How often that has happened."""
         self.commits = 0
         """Staged slots that became findable so far."""
         self.withdrawals = 0
@@ -247,6 +251,8 @@ class Tier:
 
     def _take(self, count: int) -> list[KVCacheBlock]:
         slots = self.pool.get_new_blocks(count)
+        if self.guarded:
+            self._end_guards([slot.block_id for slot in slots])
         if self.changed is not None:
             self._note_change(slot.block_id for slot in slots)
         return slots
@@ -269,6 +275,7 @@ class Tier:
     def evict(self, slots: Iterable[int]) -> None:
         """Make these slots unfindable; who holds them keeps them."""
         chosen = sorted(slots)
+        self._end_guards(chosen)
         self._note_change(chosen)
         self.pool.evict_blocks(chosen)
 
@@ -286,6 +293,10 @@ class Tier:
         self.pool.touch((block,))
         self.commit(block, keys)
         self.pool.free_blocks((block,))
+
+    def _end_guards(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.guard_losses += self.guarded.pop(slot, None) is not None
 
     def _note_change(self, slots: Iterable[int]) -> None:
         if self.changed is not None:
