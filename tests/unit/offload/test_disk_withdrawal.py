@@ -99,6 +99,44 @@ def test_what_an_error_made_suspect_is_gone_when_the_error_is_told(tmp_path: Pat
     again.crash()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_evicted_before_an_error_is_gone_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Nobody finds it any more, but the disk takes its time to write that down, or cannot."""
+    rig = KeptRig(tmp_path)
+    request = rig.add(prompt(17), max_tokens=8)
+    while request.num_output_tokens < 3:
+        rig.step()
+    rig.settle()
+    awake, write = threading.Event(), KeptTable._write
+
+    def slow(self: KeptTable, data: bytes, offset: int) -> None:
+        awake.wait(10.0)
+        if fails:
+            raise OSError(5, "Input/output error")
+        write(self, data, offset)
+
+    slots = [rig.disk.get(rig.key(request, index)) for index in rig.on_disk(request)]
+    assert len(slots) >= 4
+    rig.disk.evict(slot.block_id for slot in slots if slot is not None)
+    with monkeypatch.context() as patched:
+        patched.setattr(KeptTable, "_write", slow)
+        rig.step(nan=[request.request_id])
+        threading.Timer(0.1, awake.set).start()
+        (problem,) = rig.withdraw()
+        assert awake.is_set(), "the answer came before the disk had it"
+    if fails:
+        assert problem is not None
+        assert ".index cannot be written: [Errno 5] Input/output error" in problem
+    else:
+        assert problem is None
+        rig.crash()
+        rig = KeptRig(tmp_path)
+        assert rig.on_disk(rig.make_request(prompt(17))) == []
+    rig.crash()
+
+
 def test_a_withdrawal_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Header and rows are on the medium before the answer: each is synchronised after it was written."""
     rig = filled(tmp_path)

@@ -124,7 +124,7 @@ class Tier:
         self.commits = 0
         """Staged slots that became findable so far."""
         self.withdrawals = 0
-        """How often content was withdrawn (`forget`) that some slot had."""
+        """How often content was withdrawn (`forget`)."""
         self.changed: dict[int, None] | None = None
         """Slots whose keys may have changed since somebody looked, in order; None if nobody wants to know."""
 
@@ -267,9 +267,11 @@ class Tier:
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> int:
         """Make content unfindable under these keys; who holds the slots keeps them. Returns the slots."""
         # Engines of a shared pool may have stored the same content in several slots.
-        slots = self.pool.cached_block_hash_to_block.ids_under(keys)
+        wanted = list(keys)
+        slots = self.pool.cached_block_hash_to_block.ids_under(wanted)
         self.evict(slots)
-        self.withdrawals += bool(slots)
+        # Also without a slot: a disk that is kept may not have been told yet that it was evicted.
+        self.withdrawals += bool(wanted)
         return len(slots)
 
     def evict(self, slots: Iterable[int]) -> None:

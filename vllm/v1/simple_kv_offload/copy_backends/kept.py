@@ -63,19 +63,20 @@ class Keeper:
 
     def withdraw(self, order: KeptOrder) -> str | None:
         """Take an order and wait until no restart can bring back what it takes away; else what stands in the way."""
-        result = self._take(order, is_durable=True)
-        if self._lane is None:
+        update = self._take(order, is_durable=True)
+        if update is None:
             return f"{self._table.path} could not be removed" if self._is_left_behind else None
-        if result is None:
-            return None
         is_stuck = self._late is not None and not self._late.query()
-        if not result.synchronize(0.0 if is_stuck else WITHDRAW_WAIT_S):
-            self._late = result
+        if not update.result.synchronize(0.0 if is_stuck else WITHDRAW_WAIT_S):
+            self._late = update.result
             return f"{self._table.path} was not written within {WITHDRAW_WAIT_S:g} s"
-        return None if result.error is None else f"{self._table.path} cannot be written: {result.error}"
+        # What is withdrawn may have been taken away by an update before it.
+        counted = [update.result] if update.clears else self._open
+        error = next((result.error for result in counted if result.error is not None), None)
+        return None if error is None else f"{self._table.path} cannot be written: {error}"
 
-    def _take(self, order: KeptOrder, *, is_durable: bool) -> CopyResult | None:
-        """Queue what the order changes; None if nothing does."""
+    def _take(self, order: KeptOrder, *, is_durable: bool) -> _Update | None:
+        """Queue what the order changes, durable or not; None if nothing does, or nothing is kept any more."""
         expected = self._seen.number + bool(order.slots)
         if order.number != expected:
             self._lost = self._must_clear = True
@@ -85,13 +86,13 @@ class Keeper:
         for entry in order.slots:
             checksum = self._file.checksum(entry.slot)
             rows.append(Row(entry.slot, checksum or 0, entry.keys if checksum is not None else ()))
-        if self._lane is None or not (rows or clears):
+        if self._lane is None or not (rows or clears or is_durable):
             return None
         self._must_clear = False
         update = _Update((), (), True, order.number, rows=rows, clears=clears, is_durable=is_durable)
         self._open.append(update.result)
         self._lane.submit(update)
-        return update.result
+        return update
 
     def _apply(self, job: CopyJob) -> None:
         assert isinstance(job, _Update)
