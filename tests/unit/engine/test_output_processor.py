@@ -1,6 +1,7 @@
 """Outputs of the core become outputs of requests; no entry outlives its request."""
 
 import asyncio
+import traceback
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,25 @@ def test_error_of_one_request_reaches_its_reader_only() -> None:
         queues["a"].get_nowait()
     assert queues["b"].get_nowait().outputs[0].text == "x"
     assert list(proc.request_states) == ["b"]
+
+
+def test_an_error_for_many_readers_does_not_grow_from_one_to_the_next() -> None:
+    def fail() -> None:
+        raise RuntimeError("the engine is dead")
+
+    with pytest.raises(RuntimeError) as caught:
+        fail()
+    lengths = set()
+    queues = [RequestOutputCollector(DELTA, name) for name in "abc"]
+    for queue in queues:
+        queue.put(caught.value)
+    for queue in queues:
+        with pytest.raises(RuntimeError, match="dead") as raised:
+            queue.get_nowait()
+        frames = traceback.extract_tb(raised.value.__traceback__)
+        lengths.add(len(frames))
+        assert frames[-1].name == "fail", "where it came from is still told"
+    assert len(lengths) == 1
 
 
 def test_without_a_queue_an_error_is_a_finish_reason() -> None:

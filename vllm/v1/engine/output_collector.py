@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from types import TracebackType
 from typing import Any
 
 from vllm.outputs import PoolingRequestOutput, RequestOutput
@@ -24,6 +25,7 @@ class RequestOutputCollector:
         self.request_id = request_id
         self.ready = asyncio.Event()
         self.output: Output | Exception | None = None
+        self._origin: TracebackType | None = None  # of an exception, as it was put
         self.closed = False
 
     def put(self, output: Output | Exception) -> None:
@@ -34,6 +36,7 @@ class RequestOutputCollector:
         if isinstance(output, Exception) or not isinstance(waiting, RequestOutput):
             if not isinstance(waiting, Exception):
                 self.output = output
+                self._origin = output.__traceback__ if isinstance(output, Exception) else None
         elif isinstance(output, RequestOutput):
             waiting.add(output, aggregate=self.aggregate)
         else:
@@ -61,7 +64,8 @@ class RequestOutputCollector:
         self.output = None
         self.ready.clear()
         if isinstance(output, Exception):
-            raise output
+            # The end of the engine is one error for all readers: each would lengthen the stack that the next one logs.
+            raise output.with_traceback(self._origin)
         return output
 
 
