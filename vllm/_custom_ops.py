@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 
 __all__ = [
     "add_rms_norm",
+    "can_copy_over_bus",
     "copy_blocks",
     "delta_rule_step",
     "delta_rule_steps_ref",
@@ -224,14 +225,21 @@ def copy_blocks_ref(target: Tensor, source: Tensor, target_blocks: Tensor, sourc
     target[target_blocks] = source[source_blocks]
 
 
+def can_copy_over_bus() -> bool:
+    """Whether a kernel is there that copies blocks on a CUDA device, and between it and pinned host memory."""
+    return _native is not None and _HAS_CUDA_OPS
+
+
 def copy_blocks(target: Tensor, source: Tensor, target_blocks: Tensor, source_blocks: Tensor) -> None:
     """Copies whole blocks, `source[source_blocks[i]] → target[target_blocks[i]]`.
 
     Both are `[blocks, bytes]` of one dtype (rows may be strided, also the same tensor); ids are int64. A block must
-    not be a target twice, nor both a source and a target in one call.
+    not be a target twice, nor both a source and a target in one call. One side may be host memory that is pinned for the
+    device of the other (`can_copy_over_bus`); a device also has to be able to read the ids.
     """
-    is_served = target.is_cpu or (_HAS_CUDA_OPS and target.is_cuda)
-    if _native is not None and is_served and target.device == source.device:
+    on_device = target.is_cuda or source.is_cuda
+    is_served = can_copy_over_bus() if on_device else target.is_cpu and source.is_cpu
+    if _native is not None and is_served:
         _native.copy_blocks(target, source, target_blocks, source_blocks)
     else:
         copy_blocks_ref(target, source, target_blocks, source_blocks)

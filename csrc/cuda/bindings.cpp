@@ -39,7 +39,9 @@ void copy_blocks(Tensor target, const Tensor& source, const Tensor& target_block
                       source_blocks.is_contiguous(),
                   "vllm_native: block ids must be int64, as many targets as sources");
   const int64_t bytes = item_size(target);
-  const auto stream = torch::stable::accelerator::getCurrentStream(target.get_device_index());
+  // One side may be pinned host memory, which the device sees under the same address.
+  const Tensor& on_device = target.is_cuda() ? target : source;
+  const auto stream = torch::stable::accelerator::getCurrentStream(on_device.get_device_index());
   const int error = vllm_cuda_copy_blocks(
       target.data_ptr(), source.data_ptr(), static_cast<const int64_t*>(target_blocks.data_ptr()),
       static_cast<const int64_t*>(source_blocks.data_ptr()), target_blocks.numel(), target.size(1) * bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,26 @@ def test_a_native_core_of_other_sources_is_left_aside_with_a_notice() -> None:
     assert done.returncode == 0, output
     assert "was built from other sources" in output
     assert "find_cached" in output
+
+
+CUDA_SCRIPT = """
+import sys, torch
+for library in sys.argv[1:]:
+    torch.ops.load_library(library)
+assert torch._C._dispatch_has_kernel_for_dispatch_key("vllm_native::copy_blocks", "CUDA")
+"""
+
+
+def test_the_cuda_kernels_compile_where_a_compiler_is_and_load_without_a_device(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    native, cuda = root / "vllm/_C.abi3.so", root / "vllm/_C_cuda.abi3.so"
+    compiler = shutil.which("nvcc")
+    if compiler is not None:
+        source = str(root / "csrc/cuda/kv_copy.cu")
+        target = str(tmp_path / "kv_copy.o")
+        done = run([compiler, "-arch=sm_90a", "-Xcompiler", "-fPIC", "-c", source, "-o", target])
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert cuda.exists() or not native.exists(), "set-up builds both"
+    if native.exists() and cuda.exists():
+        done = run([sys.executable, "-c", CUDA_SCRIPT, str(native), str(cuda)])
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -70,3 +70,15 @@ def test_more_than_promised_is_refused() -> None:
     assert rig.manager.promises.accept(request, 12) is None
     assert rig.manager.promises.accept(request, 8) is None, "the promise is over"
     assert not rig.manager.cpu_block_pool.leases
+
+
+def test_a_reset_takes_promises_back() -> None:
+    rig = Rig()
+    warm(rig)
+    request = rig.make_request(prompt(25))
+    assert rig.manager.get_num_new_matched_tokens(request, 0) == (24, True)
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True), "nothing is held any more"
+    assert len(rig.manager.promises) == 0
+    assert rig.manager.get_num_new_matched_tokens(request, 0) == (0, False)
+    rig.manager.request_finished_all_groups(request, ([],))
+    rig.assert_at_rest()

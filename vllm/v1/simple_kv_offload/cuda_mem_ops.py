@@ -235,6 +235,20 @@ def unpin_tensor(tensor: torch.Tensor) -> None:
         _unregister(start)
 
 
+def is_seen_by_device(tensor: torch.Tensor) -> bool:
+    """Whether the device sees this pinned tensor, all of it, under the host's addresses."""
+    num_rows, row_bytes = _shape(tensor)
+    for start, size in _chunks(tensor.data_ptr(), num_rows, row_bytes, PIN_CHUNK_BYTES):
+        for address in (start, start + size - 1):
+            seen = ctypes.c_void_p()
+            code = _driver().cuMemHostGetDevicePointer_v2(
+                ctypes.byref(seen), ctypes.c_void_p(address), ctypes.c_uint(0)
+            )
+            if code != 0 or seen.value != address:
+                return False
+    return num_rows > 0
+
+
 def _shape(tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError("only a contiguous tensor in host memory can be pinned")

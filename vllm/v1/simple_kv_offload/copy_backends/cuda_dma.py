@@ -21,12 +21,12 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
     WaitEvent,
     check_blocks,
 )
+from vllm.v1.simple_kv_offload.copy_backends.cuda_gather import SmallBlocks, names_of_small, only
 from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
 from vllm.v1.simple_kv_offload.copy_backends.threaded import DEFAULT_DEADLINE_S
 from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
     CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-    BatchMemcpyParams,
     build_params,
     copy_blocks,
 )
@@ -77,6 +77,30 @@ class DeviceCopyResult(CopyResult):
         return super().give_up(error, patience_s)
 
 
+class Copies:
+    """One direction: small blocks by a kernel, all others by the copy engines, in one batch."""
+
+    def __init__(
+        self,
+        source: Regions,
+        target: Regions,
+        small: frozenset[str],
+        stream: torch.cuda.Stream,
+        src_access_order: int,
+    ) -> None:
+        self.source, self.target = source, target
+        large = frozenset(source) - small
+        self.small = SmallBlocks(only(source, small), only(target, small))
+        self._params = build_params(only(source, large), only(target, large), stream, src_access_order)
+
+    def issue(self, job: CopyJob) -> torch.Tensor | None:
+        """Put the job's copies into the stream, which is the current one; see `SmallBlocks.issue`."""
+        ids = self.small.issue(job)
+        if self._params.num_layers:
+            copy_blocks(job.src_blocks, job.dst_blocks, self._params)
+        return ids
+
+
 class DmaCopyBackend(RegionCopyBackend):
     """Issues batched copies from one thread per direction; loads and stores have a stream each."""
 
@@ -99,24 +123,18 @@ class DmaCopyBackend(RegionCopyBackend):
             )
         if load_stream is None or store_stream is None:
             raise ValueError("the DMA backend needs a stream per direction")
+        small = names_of_small(gpu_caches, cpu_caches)
         # Host memory does not change under a load, so the source may be read in any order; a store
         # must read the device only when its stream has reached it.
-        load = build_params(cpu_caches, gpu_caches, load_stream, CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
-        store = build_params(gpu_caches, cpu_caches, store_stream, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+        load = Copies(cpu_caches, gpu_caches, small, load_stream, CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+        store = Copies(gpu_caches, cpu_caches, small, store_stream, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
         self._lanes = {
-            False: self._lane("load", device, load_stream, load, (cpu_caches, gpu_caches)),
-            True: self._lane("store", device, store_stream, store, (gpu_caches, cpu_caches)),
+            False: self._lane("load", device, load_stream, load),
+            True: self._lane("store", device, store_stream, store),
         }
 
-    def _lane(
-        self,
-        name: str,
-        device: torch.device,
-        stream: torch.cuda.Stream,
-        params: BatchMemcpyParams,
-        regions: tuple[Regions, Regions],
-    ) -> CopyLane:
-        work = _issuer(device, stream, params, regions)
+    def _lane(self, name: str, device: torch.device, stream: torch.cuda.Stream, copies: Copies) -> CopyLane:
+        work = _issuer(device, stream, copies)
         return CopyLane(f"kv-offload-dma-{name}", work, self._clock, self._deadline_s)
 
     def launch_copy(
@@ -150,19 +168,12 @@ class DmaCopyBackend(RegionCopyBackend):
             torch.cuda.synchronize()
 
 
-def _issuer(
-    device: torch.device,
-    stream: torch.cuda.Stream,
-    params: BatchMemcpyParams,
-    regions: tuple[Regions, Regions],
-) -> Callable[[CopyJob], None]:
-    source, target = regions
-
+def _issuer(device: torch.device, stream: torch.cuda.Stream, copies: Copies) -> Callable[[CopyJob], None]:
     def issue(job: CopyJob) -> None:
         result = job.result
         assert isinstance(result, DeviceCopyResult)
         torch.cuda.set_device(device)
-        check_blocks(job, source, target)
+        check_blocks(job, copies.source, copies.target)
         with result.guard:
             if result.query():
                 return
@@ -172,9 +183,11 @@ def _issuer(
                 job.wait_event.synchronize()
             start = torch.cuda.Event(enable_timing=True)
             start.record(stream)
-            copy_blocks(job.src_blocks, job.dst_blocks, params)
+            with torch.cuda.stream(stream):
+                ids = copies.issue(job)
             event = torch.cuda.Event(enable_timing=True)
             event.record(stream)
+            copies.small.keep(ids, event)
             result.attach(start, event)
 
     return issue
