@@ -7,7 +7,7 @@ requests, blocks or pools; how the tokens of a request become hashes is in `bloc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NewType, overload
 
 from vllm import envs
@@ -105,9 +105,15 @@ def maybe_convert_block_hash(block_hash: BlockHash) -> ExternalBlockHash:
 
     The integer form is the default of the environment variable VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES.
     """
+    (converted,) = convert_block_hashes((block_hash,))
+    return converted
+
+
+def convert_block_hashes(block_hashes: Iterable[BlockHash]) -> list[ExternalBlockHash]:
+    """As `maybe_convert_block_hash`, for many: the variable is read once."""
     if not envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES:
-        return block_hash
-    return int.from_bytes(block_hash, "big") & _EVENT_HASH_MASK
+        return list(block_hashes)
+    return [int.from_bytes(block_hash, "big") & _EVENT_HASH_MASK for block_hash in block_hashes]
 
 
 class BlockHashListWithBlockSize(Sequence[BlockHash]):

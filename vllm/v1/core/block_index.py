@@ -22,8 +22,10 @@ from vllm.utils.checks import check
 from vllm.v1.core.block_hash import (
     BlockHash,
     BlockHashWithGroupId,
+    convert_block_hashes,
     get_block_hash,
     get_group_id,
+    get_group_suffix,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
@@ -359,15 +361,22 @@ class BlockIndex:
 
         A content that lies in several blocks is told several times, as it was when it came. O(entries).
         """
-        runs: list[tuple[list[BlockHash], list[StoredBlockInfo], int]] = []
+        events: list[BlockStored] = []
+        hashes: list[BlockHash] = []
+        infos: list[StoredBlockInfo] = []
+        group_id, suffix = 0, b""
         for (_, key), info in self._infos.items():
-            block_hash, group_id = get_block_hash(key), get_group_id(key)
-            if runs and runs[-1][2] == group_id and _follows(runs[-1][0][-1], runs[-1][1][-1], info):
-                runs[-1][0].append(block_hash)
-                runs[-1][1].append(info)
-            else:
-                runs.append(([block_hash], [info], group_id))
-        return [self._stored(*run) for run in runs]
+            if not infos or not key.endswith(suffix) or not _follows(hashes[-1], infos[-1], info):
+                if infos:
+                    events.append(self._stored(hashes, infos, group_id))
+                hashes, infos = [], []
+                group_id = get_group_id(key)
+                suffix = get_group_suffix(group_id)
+            hashes.append(get_block_hash(key))
+            infos.append(info)
+        if infos:
+            events.append(self._stored(hashes, infos, group_id))
+        return events
 
     def _report_run(
         self, block_hashes: Sequence[BlockHash], infos: Sequence[StoredBlockInfo], group_id: int
@@ -382,10 +391,13 @@ class BlockIndex:
         parent = first.parent_block_hash
         keys = [info.extra_keys for info in infos]
         lookaheads = [list(info.lookahead_token_ids or ()) for info in infos]
+        tokens: list[int] = []
+        for info in infos:
+            tokens += info.token_ids
         return BlockStored(
-            block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in block_hashes],
+            block_hashes=convert_block_hashes(block_hashes),
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-            token_ids=[token for info in infos for token in info.token_ids],
+            token_ids=tokens,
             block_size=first.block_size,
             lora_id=first.lora_id,
             medium=self._medium,
