@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import offload_copies, offload_throughput
 from benchmarks.offload_copies import GOAL_PAGE_BYTES, copy_speeds
 from benchmarks.offload_engines import LoadWatch, Model, dense_model, hybrid_model
-from benchmarks.offload_throughput import throughput, throughput_table
+from benchmarks.offload_throughput import sides, throughput, throughput_table
 from benchmarks.offload_workloads import Scale, fleet, talks, ttft_by_length, working_set_blocks
 from benchmarks.report import Panel, Table, machine, results_folder, today, write_document
 
@@ -86,12 +86,16 @@ def goals(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The project's goals that this run can tell about."""
     copies = [row for row in data["copies"] if row["page_bytes"] >= GOAL_PAGE_BYTES]
     slowest = min(row["backend_to_memcpy"] for row in copies)
-    kept = data["throughput"]["figures"]["tokens/s"]["eager_to_off"]
+    cost = data["throughput"]
     by_page = f"slowest copy of pages ≥ {GOAL_PAGE_BYTES >> 10} KiB ≥ {COPY_GOAL:.0%} of memcpy by page"
     loss = f"throughput with offload and no hits ≥ {1 - LOSS_GOAL:.0%} of without"
+    kept = [(where, found["figures"]["tokens/s"]["eager_to_off"]) for where, found in sides(cost)]
     return [
         {"goal": by_page, "measured": slowest, "met": slowest >= COPY_GOAL},
-        {"goal": loss, "measured": kept, "met": kept >= 1 - LOSS_GOAL},
+        *(
+            {"goal": f"{loss}, {where}", "measured": ratio, "met": ratio >= 1 - LOSS_GOAL}
+            for where, ratio in kept
+        ),
     ]
 
 

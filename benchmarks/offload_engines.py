@@ -172,11 +172,16 @@ def completion(prompt: list[int], max_tokens: int) -> dict[str, Any]:
     return body | {"ignore_eos": True, "return_token_ids": True}
 
 
+def max_model_len(model: Model) -> int:
+    """What the model takes, up to `MAX_MODEL_LEN`."""
+    length: int = json.loads((model.folder / "config.json").read_text())["max_position_embeddings"]
+    return min(MAX_MODEL_LEN, length)
+
+
 @contextmanager
 def engine(model: Model, *flags: str) -> Iterator[Engine]:
     """A server of `model` in float32 that ends with the block."""
-    length = json.loads((model.folder / "config.json").read_text())["max_position_embeddings"]
-    common = ("--dtype", "float32", "--max-model-len", str(min(MAX_MODEL_LEN, length)))
+    common = ("--dtype", "float32", "--max-model-len", str(max_model_len(model)))
     with serve(model.folder, *common, *flags) as server:
         made = Engine(server)
         try:

@@ -1,17 +1,20 @@
 """What offload costs where nothing is ever hit: tokens per second and processor time with it and without.
 
-Two servers take short turns, alone on the machine: what drifts slower than a turn meets both. Where a process happens to get
-its memory makes it some percent faster or slower for all its life, so that several fresh pairs are needed; the median and
-the middle half of all pairs of neighbouring rounds are what counts. A part of `bench_offload.py`; by itself it prints its
-figures and writes nothing.
+Measured twice. Two servers take short turns, alone on the machine: what drifts slower than a turn meets both. Where a process
+happens to get its memory makes it some percent faster or slower for all its life, so that of several fresh pairs each tells
+something else. And one engine has its offload attached and detached in turns (`offload_turns.py`): that tells percents apart.
+The median and the middle half of all pairs of neighbouring rounds are what counts. A part of `bench_offload.py`; by itself it
+prints its figures and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +29,16 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.offload_engines import Engine, LoadWatch, Model, completion, dense_model, engine, random_ids
+from benchmarks.offload_engines import (
+    Engine,
+    LoadWatch,
+    Model,
+    completion,
+    dense_model,
+    engine,
+    max_model_len,
+    random_ids,
+)
 from benchmarks.report import Table
 from examples.serving import offload_flags
 
@@ -36,7 +48,10 @@ FIGURES = ("tokens/s", "processor ms/token")
 
 @dataclass(frozen=True)
 class Load:
-    """Sizes: `pairs` of servers, `rounds` of each, after rounds that fill both pools; what is asked in a round."""
+    """Sizes: `pairs` of servers, `rounds` of each, after rounds that fill both pools; what is asked in a round.
+
+    `turns`: rounds with and as many without offload in one engine.
+    """
 
     pairs: int = 4
     rounds: int = 10
@@ -45,6 +60,7 @@ class Load:
     output: int = 16
     concurrency: int = 8
     block_tokens: int = 16
+    turns: int = 40
 
     @property
     def tokens(self) -> int:
@@ -62,7 +78,7 @@ class Load:
         return 1 + self.pool_blocks * self.block_tokens // self.tokens
 
 
-QUICK = Load(pairs=1, rounds=1, requests=4, prompt=40, output=4, concurrency=4)
+QUICK = Load(pairs=1, rounds=1, requests=4, prompt=40, output=4, concurrency=4, turns=2)
 
 
 @dataclass
@@ -93,7 +109,38 @@ def throughput(model: Model, load: Load) -> dict[str, Any]:
         "pool_blocks": load.pool_blocks,
         "median_by_pair": by_pair,
         "figures": {figure: _figure(values, figure) for figure in FIGURES},
+        "one_engine": in_turns(model, load),
     }
+
+
+def in_turns(model: Model, load: Load) -> dict[str, Any]:
+    """The same figures of one engine, in a process of its own; blocks and bytes stored in a round."""
+    script = Path(__file__).with_name("offload_turns.py")
+    with tempfile.TemporaryDirectory(prefix="bench-offload-") as folder:
+        out = Path(folder) / "turns.json"
+        sizes = {
+            "rounds": load.turns,
+            "filling-rounds": load.filling_rounds,
+            "requests": load.requests,
+            "prompt": load.prompt,
+            "output": load.output,
+            "pool-blocks": load.pool_blocks,
+            "vocabulary": model.vocabulary,
+            "max-model-len": max_model_len(model),
+        }
+        options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+        command = [sys.executable, str(script), "--model", str(model.folder), "--out", str(out), *options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        told: dict[str, Any] = json.loads(out.read_text())
+    rounds = told.pop("rounds")
+    values = {
+        name: {
+            "tokens/s": [load.tokens / wall for wall, _ in rounds[name]],
+            "processor ms/token": [cpu / load.tokens * 1e3 for _, cpu in rounds[name]],
+        }
+        for name in NAMES
+    }
+    return told | {"rounds": load.turns, "figures": {figure: _figure(values, figure) for figure in FIGURES}}
 
 
 def _pair(model: Model, load: Load, chance: random.Random, number: int, bar: Any) -> dict[str, _Rounds]:
@@ -162,6 +209,11 @@ def _figure(values: dict[str, dict[str, list[float]]], figure: str) -> dict[str,
     }
 
 
+def sides(result: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Both measurements by name."""
+    return ("two servers", result), ("one engine", result["one_engine"])
+
+
 def throughput_table(result: dict[str, Any]) -> Table:
     """The figures as a table."""
     text = (
@@ -169,15 +221,19 @@ def throughput_table(result: dict[str, Any]) -> Table:
         f"{result['rounds']} short rounds each in turns, nothing else running; the ratio is the median over all pairs of "
         "neighbouring rounds, the last column its middle half. The CPU pool was written once before, so that every stored "
         "block evicts one. Medians of the single pairs of servers: "
-        f"{', '.join(f'{ratio:.3f}' for ratio in result['median_by_pair'])}."
+        f"{', '.join(f'{ratio:.3f}' for ratio in result['median_by_pair'])}. One engine: the same rounds in one process without "
+        f"a front end, {result['one_engine']['rounds']} with its offload attached and as many with it detached, in turns; a round "
+        f"stores {result['one_engine']['bytes_per_round'] / 1e6:.1f} MB."
     )
     body = []
-    for figure in FIGURES:
-        row = result["figures"][figure]
-        digits = 1 if figure == "tokens/s" else 3
-        low, high = row["middle_half"]
-        values = [f"{row[name]:.{digits}f}" for name in NAMES]
-        body.append([figure, *values, f"{row['eager_to_off']:.3f}", f"{low:.3f} … {high:.3f}"])
+    for where, measured in sides(result):
+        for figure in FIGURES:
+            row = measured["figures"][figure]
+            digits = 1 if figure == "tokens/s" else 3
+            low, high = row["middle_half"]
+            values = [f"{row[name]:.{digits}f}" for name in NAMES]
+            ratios = [f"{row['eager_to_off']:.3f}", f"{low:.3f} … {high:.3f}"]
+            body.append([f"{figure}, {where}", *values, *ratios])
     columns = ("figure", *NAMES, "eager / off", "middle half")
     return Table("What offload costs without any hit", text, columns, body)
 
@@ -188,6 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model and one round: no meaning")
     parser.add_argument("--pairs", type=int, help="of fresh servers")
     parser.add_argument("--rounds", type=int, help="of each pair")
+    parser.add_argument("--turns", type=int, help="of one engine with and without")
     args = parser.parse_args(arguments)
     default = QUICK if args.quick else Load()
     load = Load(
@@ -197,6 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
         default.prompt,
         default.output,
         default.concurrency,
+        turns=args.turns or default.turns,
     )
     watch = LoadWatch()
     with tempfile.TemporaryDirectory(prefix="bench-offload-") as folder:

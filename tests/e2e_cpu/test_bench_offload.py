@@ -68,6 +68,18 @@ def test_what_offload_costs_is_the_median_of_neighbouring_rounds(data: dict[str,
     assert data["goals"][1]["measured"] == cost["figures"]["tokens/s"]["eager_to_off"]
 
 
+def test_one_engine_with_and_without_offload_stores_in_its_rounds_with(data: dict[str, Any]) -> None:
+    cost = data["throughput"]["one_engine"]
+    for figure in cost["figures"].values():
+        assert len(figure["all"]) == cost["rounds"] == 2
+        assert min(figure["all"]) > 0
+        assert figure["middle_half"][0] <= figure["eager_to_off"] <= figure["middle_half"][1]
+    # Four prompts of 40 tokens in blocks of 16 fill two each; what was sent to the detached engine is not among them.
+    assert cost["blocks_per_round"] == 4 * 2
+    assert cost["bytes_per_round"] % cost["blocks_per_round"] == 0
+    assert data["goals"][2]["measured"] == cost["figures"]["tokens/s"]["eager_to_off"]
+
+
 def test_conversations_add_up(data: dict[str, Any]) -> None:
     talk = data["conversations"]
     variants = talk["variants"]
