@@ -284,24 +284,12 @@ class StoreSide:
         limit = self._settings.max_pending_blocks
         return None if limit is None else max(0, limit - self.ledger.in_flight)
 
-    def plan(
-        self,
-        candidates: Candidates,
-        request_id: str | None,
-        *,
-        to_front: bool = False,
-        among: Sequence[KVCacheBlock] = (),
-    ) -> None:
-        """Lease the device blocks and stage a slot for each; the order leaves with the next `submit`.
-
-        ``among``: the cached blocks of the queue's front, with those to be copied, which get their place there back.
-        """
+    def plan(self, candidates: Candidates, request_id: str | None, *, to_front: bool = False) -> None:
+        """Lease the device blocks and stage a slot for each; the order leaves with the next `submit`."""
         if not candidates:
             return
         owner = f"store of {request_id}" if request_id is not None else "lazy store"
-        num_ahead = self.num_returning_blocks + among.index(candidates.blocks[-1]) if among else 0
         device = Lease(self.stores.device, candidates.blocks, owner, to_front=to_front)
-        device.keep_place(num_ahead)
         keys = candidates.contents
         # What goes back to the front is given last first.
         staged = self._tier.stage_for(keys, backwards=to_front)
