@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
 from vllm.v1.simple_kv_offload.arc import ArcQueue
 from vllm.v1.simple_kv_offload.metrics import MetricName
+from vllm.v1.simple_kv_offload.store_policy import find_endangered, select_endangered
 
 
 def stored_by(rig: Rig, output: SchedulerOutput) -> list[int]:
@@ -84,6 +85,20 @@ def test_lazy_mode_copies_what_was_had_often_enough() -> None:
     assert rig.in_tier(once) == []
     assert rig.manager.store_side.declines.reuse > 0
     rig.run()
+
+
+def test_choosing_what_is_endangered_leaves_the_order_as_it_was_found() -> None:
+    """Where in the queue a candidate was is asked afterwards, also when all of them are chosen."""
+    rig = Rig(device_blocks=101, host_blocks=200, lazy=True)
+    for seed in range(30):
+        rig.generate(prompt(17, seed), max_tokens=2)
+    rig.connector.reset_cache()
+    found = find_endangered(rig.manager.store_side.stores, 32)
+    blocks, keys = list(found.found), list(found.keys)
+    chosen = select_endangered(rig.manager.store_side.stores, found, 32)
+    assert [candidate.block for candidate in chosen.candidates] == blocks[::-1]
+    assert (found.found, found.keys) == (blocks, keys)
+    assert len(blocks) == found.num_lacking > 16
 
 
 def request_with(rig: Rig, tokens: list[int]) -> Request:

@@ -166,16 +166,14 @@ class Selection:
     ) -> None:
         """Choose all at once: these blocks, which have one key each, no two the same, in order as far as there is room.
 
-        Room also ends at a slot that holds a key of ``spared``. Nothing is added after that. The lists are kept, and turned
-        round: the candidates are in backward order.
+        Room also ends at a slot that holds a key of ``spared``. Nothing is added after that. The candidates are in backward
+        order; the lists stay as they are, for whoever asks where in the queue a candidate was.
         """
         keys_with_room = keys if len(keys) <= self.room else keys[: self.room]
         count = self._tier.queue.num_takeable(keys_with_room, spared)
         if count < len(keys):
             self.was_cut = True
-            blocks, keys = blocks[:count], keys[:count]
-        blocks.reverse()
-        keys.reverse()
+        blocks, keys = blocks[:count][::-1], keys[:count][::-1]
         contents = Contents(keys, token_counts(blocks))  # type: ignore[arg-type]  # of keys that are not None
         self.candidates = Candidates(blocks, contents, key_set if count == len(key_set) else None)
         self.room = 0
