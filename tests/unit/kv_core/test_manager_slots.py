@@ -346,3 +346,18 @@ def test_a_manager_without_groups_serves_models_without_attention() -> None:
 @pytest.fixture(autouse=True)
 def _root() -> None:
     init_none_hash(sha256)
+
+
+@pytest.mark.parametrize(("size", "num_null"), [(4, 3), (5, 2), (6, 2), (8, 2), (9, 1)])
+def test_tokens_that_are_replayed_have_their_slots_from_the_first_one_on(size: int, num_null: int) -> None:
+    kv = manager(60, full(4), replay_window(4, size), scheduler_block=4)
+    first = request("first", range(18), hash_block=4)
+    admit(kv, first)
+    kv.free(first)
+    again = request("again", range(18), hash_block=4)
+    blocks, hit, _ = kv.get_computed_blocks(again)
+    assert hit == 16
+    assert kv.allocate_slots(again, 2, hit, blocks) is not None
+    table = kv.get_blocks("again").blocks[1]
+    assert [block.is_null for block in table] == [True] * num_null + [False] * (5 - num_null)
+    assert num_null == (16 - size) // 4, "computing starts `size` tokens before the end of the hit"
