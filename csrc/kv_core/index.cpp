@@ -41,12 +41,6 @@ uint64_t after(const Index* index, uint64_t place) { return place + 1 == index->
 
 uint64_t home(const Index* index, uint32_t hash) { return (uint64_t(hash) * index->capacity) >> 32; }
 
-bool is_same(PyObject* left, PyObject* right) {
-  if (left == right) return true;
-  const Py_ssize_t size = PyBytes_Size(left);
-  return size == PyBytes_Size(right) && std::memcmp(PyBytes_AsString(left), PyBytes_AsString(right), size_t(size)) == 0;
-}
-
 void put(Index* index, uint32_t hash, Entry entry) {
   uint64_t place = home(index, hash);
   while (index->hashes[place] != 0) place = after(index, place);
@@ -54,12 +48,15 @@ void put(Index* index, uint32_t hash, Entry entry) {
   index->entries[place] = entry;
 }
 
-// Makes room for one more entry. Doubles, but goes to what is expected as soon as that is near.
-bool make_room(Index* index) {
-  if (uint64_t(index->used + 1) * 10 <= index->capacity * (kLoadTenths + 1)) return true;
+// Makes room for so many more entries. Doubles, but goes to what is expected as soon as that is near.
+bool make_room(Index* index, Py_ssize_t more) {
+  const uint64_t wanted = uint64_t(index->used + more) * 10;
+  if (wanted <= index->capacity * (kLoadTenths + 1)) return true;
   uint64_t capacity = index->capacity == 0 ? kSmallestCapacity : 2 * index->capacity;
+  while (wanted > capacity * (kLoadTenths + 1)) capacity *= 2;
   const uint64_t expected = std::max(kSmallestCapacity, uint64_t(index->expected) * 10 / kLoadTenths);
-  if (capacity > expected / 2 && expected > index->capacity * 5 / 4) capacity = expected;
+  const bool is_enough = wanted <= expected * (kLoadTenths + 1) && expected > index->capacity * 5 / 4;
+  if (capacity > expected / 2 && is_enough) capacity = expected;
   void* table = allocate(table_bytes(capacity));
   if (table == nullptr) {
     PyErr_NoMemory();
@@ -78,7 +75,7 @@ bool make_room(Index* index) {
 
 // A key that is not there yet; takes its own references.
 bool add(Index* index, PyObject* key, uint32_t hash, PyObject* value) {
-  if (!make_room(index)) return false;
+  if (!make_room(index, 1)) return false;
   Py_INCREF(key);
   Py_INCREF(value);
   put(index, hash, {key, value});
@@ -264,6 +261,12 @@ PyType_Spec spec = {"vllm._kv_core.Index", sizeof(Index), 0, Py_TPFLAGS_DEFAULT 
 
 }  // namespace
 
+bool is_same(PyObject* left, PyObject* right) {
+  if (left == right) return true;
+  const Py_ssize_t size = PyBytes_Size(left);
+  return size == PyBytes_Size(right) && std::memcmp(PyBytes_AsString(left), PyBytes_AsString(right), size_t(size)) == 0;
+}
+
 uint32_t hash_of(PyObject* key) {
   // The text's own hash is kept in the object. 0 stands for an empty place.
   const uint64_t hash = uint64_t(PyObject_Hash(key)) * 0x9e3779b97f4a7c15ull >> 32;
@@ -307,6 +310,40 @@ Index* as_index(PyObject* object) {
   if (PyObject_TypeCheck(object, index_type)) return reinterpret_cast<Index*>(object);
   PyErr_SetString(PyExc_TypeError, "a native index is needed");
   return nullptr;
+}
+
+namespace {
+
+// `each(index, key, hash, keys left)` for every key, until it is false.
+template <typename Each>
+PyObject* for_keys(const char* name, PyObject* const* args, Py_ssize_t count, Each each) {
+  if (wrong_count(name, count, 2)) return nullptr;
+  Index* index = as_index(args[0]);
+  if (index == nullptr) return nullptr;
+  Items keys(args[1]);
+  if (!keys.ok()) return nullptr;
+  for (Py_ssize_t i = 0, n = keys.size(); i < n; ++i) {
+    PyObject* key = keys[i];
+    if (!is_key(key) || !each(index, key, hash_of(key), n - i)) return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+
+// add_keys(index, keys) and drop_keys(index, keys): the index as a set; its values are None.
+PyObject* add_keys(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return for_keys("add_keys", args, count, [](Index* index, PyObject* key, uint32_t hash, Py_ssize_t more) {
+    return make_room(index, more) && (find_entry(index, key, hash) != kNowhere || add(index, key, hash, Py_None));
+  });
+}
+
+PyObject* drop_keys(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return for_keys("drop_keys", args, count, [](Index* index, PyObject* key, uint32_t hash, Py_ssize_t) {
+    const uint64_t place = find_entry(index, key, hash);
+    if (place != kNowhere) erase_entry(index, place);
+    return true;
+  });
 }
 
 bool add_index_type(PyObject* module) {

@@ -32,6 +32,8 @@ PyMethodDef functions[] = {
     {"touch", fast(touch), METH_FASTCALL, nullptr},
     {"find_cached", fast(find_cached), METH_FASTCALL, nullptr},
     {"lacking", fast(lacking), METH_FASTCALL, nullptr},
+    {"add_keys", fast(add_keys), METH_FASTCALL, nullptr},
+    {"drop_keys", fast(drop_keys), METH_FASTCALL, nullptr},
     {"block_ids", fast(block_ids), METH_FASTCALL, nullptr},
     {"token_counts", fast(token_counts), METH_FASTCALL, nullptr},
     {"count_before", fast(count_before), METH_FASTCALL, nullptr},

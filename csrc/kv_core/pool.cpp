@@ -67,7 +67,7 @@ void expect_text(const Block* block) {
 }
 
 void expect_place(const Index* index, const Block* block) {
-  if (block->hash != nullptr) expect_entry(index, hash_of(block->hash));
+  if (index->used != 0 && block->hash != nullptr) expect_entry(index, hash_of(block->hash));
 }
 
 constexpr int kAhead = 8;  // blocks between a fetch and the use of what it brings
@@ -150,6 +150,29 @@ class Rows {
  private:
   PyObject* list_;
   Py_ssize_t most_;
+  Py_ssize_t count_ = 0;
+};
+
+// Counts different texts; borrows them.
+class Different {
+ public:
+  explicit Different(Py_ssize_t most) : mask_(1) {
+    while (mask_ < 2 * size_t(most)) mask_ *= 2;
+    places_.resize(mask_--);
+  }
+  void add(PyObject* text, uint32_t hash) {
+    size_t place = hash & mask_;
+    for (; places_[place] != nullptr; place = (place + 1) & mask_) {
+      if (is_same(places_[place], text)) return;
+    }
+    places_[place] = text;
+    count_ += 1;
+  }
+  Py_ssize_t count() const { return count_; }
+
+ private:
+  size_t mask_;
+  std::vector<PyObject*> places_;
   Py_ssize_t count_ = 0;
 };
 
@@ -259,26 +282,28 @@ PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// find_cached(queue, depth, suffixes, unwanted, index) -> (blocks, hashes, number, last): of the first `depth` blocks those whose
-// hash ends with one of the suffixes and is not in the set `unwanted`, how many of these hashes the index lacks, and the last
-// block looked at or None. No blocks and hashes where the index lacks none.
+// find_cached(queue, depth, suffixes, unwanted, index, coming) -> (blocks, hashes, number, last): of the first `depth` blocks
+// those whose hash ends with one of the suffixes and is not in the set `unwanted`, how many different ones of these hashes are in
+// neither index, and the last block looked at or None. No blocks and hashes where there is no such one.
 PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("find_cached", count, 5)) return nullptr;
+  if (wrong_count("find_cached", count, 6)) return nullptr;
   if (!PyObject_TypeCheck(args[0], queue_type) || !PyAnySet_Check(args[3])) {
     PyErr_SetString(PyExc_TypeError, "find_cached needs a native queue and a set");
     return nullptr;
   }
   const Index* index = as_index(args[4]);
-  const Py_ssize_t depth = index == nullptr ? -1 : PyLong_AsSsize_t(args[1]);
+  const Index* coming = index == nullptr ? nullptr : as_index(args[5]);
+  const Py_ssize_t depth = coming == nullptr ? -1 : PyLong_AsSsize_t(args[1]);
   if (depth == -1 && PyErr_Occurred()) return nullptr;
   const Suffixes suffixes(args[2]);
   if (!suffixes.ok()) return nullptr;
   const bool all_wanted = PySet_Size(args[3]) == 0;
   const Queue* queue = reinterpret_cast<Queue*>(args[0]);
   const Py_ssize_t most = std::max<Py_ssize_t>(0, std::min(depth, queue->size));
-  const auto lacks = [index](const Block* block) {
-    return block->hash != nullptr && find_entry(index, block->hash, hash_of(block->hash)) == kNowhere;
+  const auto lack = [index, coming](PyObject* text, uint32_t hash) {
+    return find_entry(index, text, hash) == kNowhere && find_entry(coming, text, hash) == kNowhere;
   };
+  const auto lacks = [&lack](const Block* block) { return block->hash != nullptr && lack(block->hash, hash_of(block->hash)); };
   Block *last = nullptr, *block = queue->head->next;
   Py_ssize_t num_copied = 0;  // mostly the index has everything, and nothing is to be listed
   for (Scout scout(queue, index); num_copied < most && block != nullptr && block != queue->tail && !lacks(block); ++num_copied) {
@@ -290,7 +315,7 @@ PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Rows blocks(has_all ? 0 : most), hashes(has_all ? 0 : most);
   if (!blocks.ok() || !hashes.ok()) return nullptr;
   Scout scout(queue, index);
-  Py_ssize_t num_lacking = 0;
+  Different absent(has_all ? 0 : most);
   if (!has_all) block = queue->head->next;
   for (Py_ssize_t i = 0; !has_all && i < most && block != nullptr && block != queue->tail; ++i, block = block->next) {
     scout.step();
@@ -301,12 +326,13 @@ PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (unwanted > 0) continue;
     blocks.add(as_object(block));
     hashes.add(block->hash);
-    num_lacking += lacks(block);
+    const uint32_t hash = hash_of(block->hash);
+    if (lack(block->hash, hash)) absent.add(block->hash, hash);
   }
-  if (num_lacking == 0) blocks.drop_all(), hashes.drop_all();
+  if (absent.count() == 0) blocks.drop_all(), hashes.drop_all();
   PyObject *found = blocks.done(), *keys = hashes.done();
   if (found == nullptr || keys == nullptr) return nullptr;
-  return Py_BuildValue("OOnO", found, keys, num_lacking, last == nullptr ? Py_None : as_object(last));
+  return Py_BuildValue("OOnO", found, keys, absent.count(), last == nullptr ? Py_None : as_object(last));
 }
 
 // lacking(index, hashes) -> list: those of the hashes that the index has no entry for, in order.
@@ -352,13 +378,15 @@ PyObject* block_ids(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* token_counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (wrong_count("token_counts", count, 1)) return nullptr;
   Items items(args[0]);
-  PyObject* bytes = items.ok() ? PyBytes_FromStringAndSize(nullptr, items.size() * Py_ssize_t(sizeof(uint32_t))) : nullptr;
-  for (Py_ssize_t i = 0; bytes != nullptr && i < items.size(); ++i) {
+  const Py_ssize_t number = items.ok() ? items.size() : 0;
+  PyObject* bytes = items.ok() ? PyBytes_FromStringAndSize(nullptr, number * Py_ssize_t(sizeof(uint32_t))) : nullptr;
+  char* place = bytes == nullptr ? nullptr : PyBytes_AsString(bytes);
+  for (Py_ssize_t i = 0; bytes != nullptr && i < number; ++i, place += sizeof(uint32_t)) {
     const Block* block = as_block(items[i]);
     if (block == nullptr) {
       Py_CLEAR(bytes);
     } else {
-      std::memcpy(PyBytes_AsString(bytes) + i * Py_ssize_t(sizeof(uint32_t)), &block->num_tokens, sizeof(uint32_t));
+      std::memcpy(place, &block->num_tokens, sizeof(uint32_t));
     }
   }
   PyObject* memory = bytes == nullptr ? nullptr : PyMemoryView_FromObject(bytes);

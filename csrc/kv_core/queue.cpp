@@ -41,6 +41,17 @@ PyObject* insert_after(Queue* queue, Block* cursor, PyObject* blocks) {
   Py_RETURN_NONE;
 }
 
+// As `insert_after` the head; the first ones without a hash are the blank blocks in front where there are none yet.
+PyObject* insert_in_front(Queue* queue, PyObject* blocks) {
+  Items items(blocks);
+  PyObject* done = items.ok() ? insert_after(queue, queue->head, items.object()) : nullptr;
+  if (done == nullptr || queue->last_blank != queue->head) return done;
+  Block* last = queue->head;
+  for (Py_ssize_t i = 0, n = items.size(); i < n && last->next != queue->tail && last->next->hash == nullptr; ++i) last = last->next;
+  assign(queue->last_blank, last);
+  return done;
+}
+
 void take_apart(Queue* queue) {
   Block* block = queue->head;
   while (block != nullptr) {  // the references of links hold each next block until its turn
@@ -67,9 +78,10 @@ int init(PyObject* self, PyObject* args, PyObject*) {
   }
   assign(queue->head, first);
   assign(queue->tail, last);
+  assign(queue->last_blank, first);
   assign(first->next, last);
   assign(last->previous, first);
-  PyObject* done = insert_after(queue, first, blocks);
+  PyObject* done = insert_in_front(queue, blocks);
   Py_XDECREF(done);
   return done == nullptr ? -1 : 0;
 }
@@ -78,6 +90,7 @@ void dealloc(PyObject* self) {
   Queue* queue = self_of(self);
   PyTypeObject* type = Py_TYPE(self);
   take_apart(queue);
+  Py_XDECREF(as_object(queue->last_blank));
   Py_XDECREF(as_object(queue->head));
   Py_XDECREF(as_object(queue->tail));
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
@@ -118,7 +131,26 @@ PyObject* append_n(PyObject* self, PyObject* blocks) {
 }
 
 PyObject* prepend_n(PyObject* self, PyObject* blocks) {
-  return insert_after(self_of(self), self_of(self)->head, blocks);
+  return insert_in_front(self_of(self), blocks);
+}
+
+PyObject* put_back(PyObject* self, PyObject* blocks) {
+  Queue* queue = self_of(self);
+  Block* last = queue->last_blank;
+  while (last->next != nullptr && last->next != queue->tail && last->next->hash == nullptr) last = last->next;
+  assign(queue->last_blank, last);
+  return insert_after(queue, last, blocks);
+}
+
+PyObject* look_again(PyObject* self, PyObject*) {
+  assign(self_of(self)->last_blank, self_of(self)->head);
+  Py_RETURN_NONE;
+}
+
+PyObject* clear(PyObject* self, PyObject*) {
+  Queue* queue = self_of(self);
+  assign(queue->last_blank, queue->tail->previous);
+  Py_RETURN_NONE;
 }
 
 PyObject* insert_n_after(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -212,6 +244,7 @@ PyMemberDef members[] = {
     {"num_free_blocks", T_PYSSIZET, offsetof(Queue, size), 0, nullptr},
     {"fake_free_list_head", T_OBJECT, offsetof(Queue, head), READONLY, nullptr},
     {"fake_free_list_tail", T_OBJECT, offsetof(Queue, tail), READONLY, nullptr},
+    {"last_blank", T_OBJECT, offsetof(Queue, last_blank), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
@@ -222,6 +255,10 @@ PyMethodDef methods[] = {
     {"append", named<append, kBlock>(), kNamed, "append($self, block)\n--\n\nPut `block` at the tail."},
     {"append_n", named<append_n, kBlocks>(), kNamed, "append_n($self, blocks)\n--\n\nPut `blocks` at the tail."},
     {"prepend_n", named<prepend_n, kBlocks>(), kNamed, "prepend_n($self, blocks)\n--\n\nPut `blocks` at the front."},
+    {"put_back", named<put_back, kBlocks>(), kNamed,
+     "put_back($self, blocks)\n--\n\nPut `blocks` at the front, but behind blocks there without a hash."},
+    {"look_again", look_again, METH_NOARGS, "look_again($self)\n--\n\nA queued block may have got a hash where it is."},
+    {"clear", clear, METH_NOARGS, "clear($self)\n--\n\nNo queued block has a hash any more."},
     {"insert_n_after", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(insert_n_after)), METH_FASTCALL,
      "insert_n_after($self, cursor, blocks, /)\n--\n\nPut `blocks` behind `cursor`."},
     {"iter_blocks_after", named<iter_blocks_after, kCursor>(), kNamed,
@@ -249,6 +286,7 @@ bool unlink(Queue* queue, Block* block) {
     PyErr_Format(PyExc_RuntimeError, "block %d is not in the free queue", block->id);
     return false;
   }
+  if (block == queue->last_blank) assign(queue->last_blank, before->hash == nullptr ? before : queue->head);
   before->next = after;  // the references of the block's own links go to its neighbours
   after->previous = before;
   block->previous = block->next = nullptr;

@@ -31,6 +31,7 @@ struct Queue {
   PyObject ob_base;
   Block* head;
   Block* tail;
+  Block* last_blank;  // see the reference; strong
   Py_ssize_t size;
 };
 
@@ -95,6 +96,7 @@ class Items {
   Items(const Items&) = delete;
   Items& operator=(const Items&) = delete;
   bool ok() const { return owned_ != nullptr; }
+  PyObject* object() const { return owned_; }
   Py_ssize_t size() const { return is_list_ ? PyList_Size(owned_) : PyTuple_Size(owned_); }
   // Borrowed. Nothing that runs Python code may happen while it is used.
   PyObject* operator[](Py_ssize_t i) const {
@@ -113,6 +115,7 @@ bool add_tally_type(PyObject* module);
 // Null with TypeError for anything else.
 Index* as_index(PyObject* object);
 uint32_t hash_of(PyObject* key);
+bool is_same(PyObject* left, PyObject* right);
 // Where the entry of a key is, or kNowhere.
 uint64_t find_entry(const Index* index, PyObject* key, uint32_t hash);
 // The entry will be looked for soon.
@@ -128,6 +131,8 @@ PyObject* bind_take(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* lacking(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* add_keys(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* drop_keys(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* block_ids(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* token_counts(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* count_before(PyObject*, PyObject* const* args, Py_ssize_t count);

@@ -21,6 +21,7 @@ from vllm.v1.core.block_hasher import hash_block_tokens
 from vllm.v1.core.block_ops import (
     PythonTally,
     make_entries,
+    make_key_set,
     python_block_ids,
     python_count_before,
     python_find_cached,
@@ -68,7 +69,10 @@ class Side:
         self.further_keys: dict[int, Any] = {}
         self._take = bind_take(self.queue, self.index, self.tally, self.further_keys)
         self._touch, self._release = touch, release
-        self._find_cached, self._count_before, self._lacking, self._block_ids, self._token_counts = views
+        self._find_cached, self._count_before, self._lacking, self._block_ids, self._token_counts, keys = (
+            views
+        )
+        self.coming: Any = keys()
 
     def pick(self, numbers: Sequence[int]) -> list[Any]:
         everyone = self.blocks + self.strangers
@@ -102,6 +106,8 @@ class Side:
         block, key = self.blocks[numbers[0] % NUM_BLOCKS], KEYS[numbers[-1] % len(KEYS)]
         if block.is_null or block.block_hash is not None:
             return
+        if len(numbers) > 1:
+            self.queue.look_again()
         block.set_block_hash(key, numbers[0])
         entry = self.index.setdefault(key, block)
         if isinstance(entry, dict):
@@ -123,6 +129,19 @@ class Side:
             self.queue.append(moved)
             raise
 
+    def remove_and_put(self, numbers: Sequence[int]) -> None:
+        """A queued block comes to the front, before or behind those without a hash."""
+        moved = self.blocks[numbers[0] % NUM_BLOCKS]
+        self.queue.remove(moved)
+        put = self.queue.put_back if len(numbers) > 2 else self.queue.prepend_n
+        put(blocks=(moved,))
+
+    def lose_all_hashes(self, numbers: Sequence[int]) -> None:
+        self.index.clear()
+        for block in self.blocks:
+            block.reset_hash()
+        self.queue.clear()
+
     def pop_and_append(self, numbers: Sequence[int]) -> object:
         block = self.queue.popleft()
         self.queue.append(block=block)
@@ -137,7 +156,11 @@ class Side:
         suffixes = frozenset((*KEYS[: numbers[-1]], b"long" + KEYS[0])[1:])
         other = self._new_index()  # of another pool, which has one of the keys
         other[KEYS[numbers[-1] % len(KEYS)]] = None
-        blocks, keys, num_lacking, last = self._find_cached(self.queue, numbers[0], suffixes, unwanted, other)
+        self.coming.difference_update(iter(KEYS))
+        self.coming.update(KEYS[n % len(KEYS)] for n in numbers[1:2] * 2)
+        blocks, keys, num_lacking, last = self._find_cached(
+            self.queue, numbers[0], suffixes, unwanted, other, self.coming
+        )
         return (
             self._block_ids(blocks),
             keys,
@@ -155,6 +178,7 @@ class Side:
             ids(self.queue.get_all_free_blocks()),
             ids(list(self.queue.iter_blocks_after(None))),
             self.queue.num_free_blocks,
+            self.queue.last_blank.block_id,
             self.tally.evicted,
             {key: list(e) if isinstance(e, dict) else e.block_id for key, e in self.index.items()},
         )
@@ -186,6 +210,7 @@ def both_sides() -> tuple[Side, Side]:
                 python_lacking,
                 python_block_ids,
                 python_token_counts,
+                set,
             ),
         ),
         Side(
@@ -202,6 +227,7 @@ def both_sides() -> tuple[Side, Side]:
                 native.lacking,
                 native.block_ids,
                 native.token_counts,
+                make_key_set,
             ),
         ),
     )
@@ -224,6 +250,8 @@ words = st.sampled_from(
         "cache",
         "forget_outside",
         "remove_and_insert",
+        "remove_and_put",
+        "lose_all_hashes",
         "pop_and_append",
         "walk",
         "survey",
@@ -299,13 +327,15 @@ def test_wrong_values_are_refused() -> None:
     with pytest.raises(TypeError, match="native index"):
         native.bind_take(queue, {}, native.Tally(), {})
     with pytest.raises(TypeError, match="a set"):
-        native.find_cached(queue, 1, (), [], native.Index())
+        native.find_cached(queue, 1, (), [], native.Index(), native.Index())
     with pytest.raises(TypeError, match="native index"):
-        native.find_cached(queue, 1, (), set(), {})
+        native.find_cached(queue, 1, (), set(), {}, native.Index())
+    with pytest.raises(TypeError, match="native index"):
+        native.find_cached(queue, 1, (), set(), native.Index(), set())
     block.block_hash = b"x"
     queue.append(block)
     with pytest.raises(TypeError, match="bytes"):
-        native.find_cached(queue, 1, ("x",), set(), native.Index())
+        native.find_cached(queue, 1, ("x",), set(), native.Index(), native.Index())
     queue.remove(block)
     with pytest.raises(TypeError, match="a set"):
         native.count_before(queue, 1, [])
@@ -313,6 +343,13 @@ def test_wrong_values_are_refused() -> None:
         native.lacking({}, [])
     with pytest.raises(TypeError, match="bytes"):
         native.lacking(native.Index(), ["x"])
+    for change in (native.add_keys, native.drop_keys):
+        with pytest.raises(TypeError, match="native index"):
+            change(set(), [])
+        with pytest.raises(TypeError, match="bytes"):
+            change(native.Index(), [b"x", "x"])
+        with pytest.raises(TypeError, match="takes 2 arguments"):
+            change(native.Index())  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="native block"):
         native.block_ids([PythonBlock(1)])
     with pytest.raises(TypeError, match="takes 4 arguments"):
@@ -376,6 +413,29 @@ def test_the_index_does_what_a_dict_does(expected: int, steps: list[tuple[str, i
     held = [sys.getrefcount(value) for value in reference.values()]
     del table
     assert [sys.getrefcount(value) for value in reference.values()] == [count - 1 for count in held]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("update", "difference_update", "clear")),
+            st.lists(st.integers(0, 300), max_size=80),
+        ),
+        max_size=12,
+    )
+)
+def test_a_set_of_keys_does_what_a_set_does(steps: list[tuple[str, list[int]]]) -> None:
+    keys, reference = make_key_set(), set[bytes]()
+    kept = [b"key %d" % number for number in range(301)]
+    for word, numbers in steps:
+        # Equal keys, not the same ones, from what is walked over once.
+        arguments = () if word == "clear" else (bytes(bytearray(kept[number])) for number in numbers)
+        getattr(keys, word)(*(() if word == "clear" else (arguments,)))
+        getattr(reference, word)(*(() if word == "clear" else ([kept[number] for number in numbers],)))
+        assert (len(keys), bool(keys)) == (len(reference), bool(reference))
+        assert {key for key in kept if key in keys} == reference
+        assert sorted(keys) == sorted(reference)  # type: ignore[call-overload]
 
 
 def test_the_index_stays_right_while_it_is_full_and_emptied_from_the_front() -> None:

@@ -29,7 +29,7 @@ KEYS = [make_block_hash_with_group_id(BlockHash(bytes([65 + i]) * 8), i % 2) for
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The linked list is a list."""
+    """The linked list is a list, and blocks put back come behind those in front without a hash."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,17 +52,47 @@ class QueueMachine(RuleBasedStateMachine):
         assert ids(self.queue.popleft_n(count)) == self.model[:count]
         del self.model[:count]
 
-    @rule(data=st.data())
-    def append(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), hashes=st.lists(st.booleans(), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS))
+    def append(self, data: st.DataObject, hashes: list[bool]) -> None:
         chosen = self._outside(data)
+        self._hash(chosen, hashes)
         self.queue.append_n([self.blocks[i] for i in chosen])
         self.model += chosen
 
     @rule(data=st.data())
     def prepend(self, data: st.DataObject) -> None:
         chosen = self._outside(data)
+        self._hash(chosen, [False] * NUM_BLOCKS)
         self.queue.prepend_n([self.blocks[i] for i in chosen])
         self.model[:0] = chosen
+
+    @rule(data=st.data(), hashes=st.lists(st.booleans(), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS))
+    def put_back(self, data: st.DataObject, hashes: list[bool]) -> None:
+        chosen = self._outside(data)
+        self._hash(chosen, hashes)
+        cached = [place for place, i in enumerate(self.model) if self.blocks[i].block_hash is not None]
+        place = cached[0] if cached else len(self.model)
+        self.queue.put_back([self.blocks[i] for i in chosen])
+        self.model[place:place] = chosen
+
+    @rule(index=st.integers(0, NUM_BLOCKS - 1))
+    def lose_hash(self, index: int) -> None:
+        self.blocks[index].reset_hash()
+
+    @rule(index=st.integers(0, NUM_BLOCKS - 1))
+    def get_hash(self, index: int) -> None:
+        self.blocks[index].block_hash = KEYS[0]
+        self.queue.look_again()
+
+    @rule()
+    def clear(self) -> None:
+        for block in self.blocks:
+            block.reset_hash()
+        self.queue.clear()
+
+    def _hash(self, chosen: list[int], hashes: list[bool]) -> None:
+        for i in chosen:
+            self.blocks[i].block_hash = KEYS[0] if hashes[i] else None
 
     @rule(index=st.integers(0, NUM_BLOCKS - 1))
     def remove(self, index: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.helpers.kv_core import ids
-from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue
-from vllm.v1.core.kv_cache_block import KVCacheBlock, null_head_len, trim_null_head
+from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue, PythonLinkedQueue
+from vllm.v1.core.kv_cache_block import KVCacheBlock, PythonBlock, null_head_len, trim_null_head
 
 
 def make(count: int) -> tuple[list[KVCacheBlock], FreeKVCacheBlockQueue]:
@@ -81,6 +83,87 @@ def test_iterating_after_a_cursor() -> None:
     queue.remove(blocks[1])
     with pytest.raises(RuntimeError, match="block 1"):
         next(queue.iter_blocks_after(blocks[1]))
+
+
+def test_blocks_put_back_come_behind_the_blank_ones_in_front() -> None:
+    blocks, queue = make(6)
+    cached = queue.popleft_n(3)
+    for block in cached:
+        block.block_hash = b"k"
+    queue.append(cached[2])
+    queue.put_back(cached[:2])
+    assert ids(queue.get_all_free_blocks()) == [3, 4, 5, 0, 1, 2]
+    blank = queue.popleft_n(3)
+    queue.remove(blocks[1])
+    queue.put_back([blocks[1]])
+    assert ids(queue.get_all_free_blocks()) == [1, 0, 2]
+    blocks[1].reset_hash()
+    queue.prepend_n(blank[:1])
+    queue.put_back(blank[1:2])
+    assert ids(queue.get_all_free_blocks()) == [3, 1, 4, 0, 2]
+    for block in cached:
+        block.reset_hash()
+    queue.clear()
+    queue.put_back(blank[2:])
+    assert ids(queue.get_all_free_blocks()) == [3, 1, 4, 0, 2, 5]
+
+
+class CountingBlock(PythonBlock):
+    """Counts how often blocks are asked for their hash."""
+
+    __slots__ = ()
+    looks = 0
+
+    @property  # type: ignore[override]
+    def block_hash(self) -> Any:
+        CountingBlock.looks += 1
+        return PythonBlock.block_hash.__get__(self)  # type: ignore[attr-defined]
+
+    @block_hash.setter
+    def block_hash(self, value: Any) -> None:
+        PythonBlock.block_hash.__set__(self, value)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("count", [10, 1000, 20_000])
+def test_putting_back_takes_as_many_steps_in_a_large_pool_as_in_a_small_one(count: int) -> None:
+    blocks = [CountingBlock(i) for i in range(count)]
+    CountingBlock.looks = 0
+    queue = PythonLinkedQueue(PythonBlock(-1), PythonBlock(-1), blocks)
+    assert CountingBlock.looks == count
+    CountingBlock.looks = 0
+    used = queue.popleft_n(4)
+    for block in used:
+        block.block_hash = b"k"  # type: ignore[assignment]
+        queue.put_back([block])
+    assert CountingBlock.looks == 3, "each but the first looks at the one before"
+    assert ids(queue.get_all_free_blocks())[-4:] == [3, 2, 1, 0]
+    # Some lose their content where they are: they are walked over once.
+    for block in used[2:]:
+        block.block_hash = None
+    for looks, number in ((3, 1), (1, 0)):
+        queue.remove(used[number])
+        CountingBlock.looks = 0
+        queue.put_back([used[number]])
+        assert CountingBlock.looks == looks
+    queue.clear()
+    CountingBlock.looks = 0
+    queue.put_back([CountingBlock(count)])
+    assert CountingBlock.looks == 0, "after a reset nothing is walked over"
+    assert ids(queue.get_all_free_blocks())[-1] == count
+
+
+@pytest.mark.parametrize("count", [10, 20_000])
+def test_the_end_of_the_blank_blocks_is_known(count: int) -> None:
+    blocks, queue = make(count)
+    assert queue.last_blank is blocks[-1]
+    taken = queue.popleft_n(count - 1)
+    assert queue.last_blank is blocks[-1]
+    queue.popleft()
+    assert queue.last_blank is queue.fake_free_list_head
+    queue.prepend_n(taken)
+    assert queue.last_blank is taken[-1]
+    queue.remove(taken[-1])
+    assert queue.last_blank is taken[-2]
 
 
 def test_leading_null_blocks_are_counted_and_trimmed() -> None:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.utils.checks import InvariantError
 from vllm.utils.native_core import native_core
@@ -46,6 +46,42 @@ else:
             return repr(dict(self.items()))
 
     make_entries = NativeEntries
+
+
+class KeySet(Protocol):
+    """Keys, as in a set."""
+
+    def __contains__(self, key: object, /) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def update(self, keys: Iterable[BlockHashWithGroupId], /) -> None: ...
+
+    def difference_update(self, keys: Iterable[BlockHashWithGroupId], /) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+if native_core is None or TYPE_CHECKING:
+
+    def make_key_set() -> KeySet:
+        """No keys."""
+        return set()
+
+else:
+
+    class NativeKeySet(native_core.Index):
+        """The native table as a set."""
+
+        __slots__ = ()
+
+        def update(self, keys: Iterable[BlockHashWithGroupId], /) -> None:
+            native_core.add_keys(self, keys)
+
+        def difference_update(self, keys: Iterable[BlockHashWithGroupId], /) -> None:
+            native_core.drop_keys(self, keys)
+
+    make_key_set = NativeKeySet
 
 
 class PythonTally:
@@ -177,15 +213,20 @@ def python_find_cached(
     suffixes: Iterable[bytes],
     unwanted: Set[BlockHashWithGroupId],
     index: IndexEntries,
+    coming: KeySet,
 ) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], int, KVCacheBlock | None]:
     """Of the first `depth` blocks those whose hash ends with one of the suffixes and is not in `unwanted`.
 
-    Returns them, their hashes, how many of these the index lacks, and the last block looked at; no blocks and hashes
-    where the index lacks none.
+    Returns them, their hashes, how many different ones of these are neither in the index nor `coming`, and the last block
+    looked at; no blocks and hashes where there is no such one.
     """
+
+    def lacks(key: BlockHashWithGroupId | None) -> bool:
+        return key is not None and key not in index and key not in coming
+
     scanned = list(islice(queue.iter_blocks_after(None), max(0, depth)))
     last = scanned[-1] if scanned else None
-    if not any(True for block in scanned if block.block_hash is not None and block.block_hash not in index):
+    if not any(lacks(block.block_hash) for block in scanned):
         return [], [], 0, last  # mostly
     ends = tuple(suffixes)
     blocks: list[KVCacheBlock] = []
@@ -195,7 +236,7 @@ def python_find_cached(
         if key is not None and key.endswith(ends) and key not in unwanted:
             blocks.append(block)
             keys.append(key)
-    num_lacking = sum(key not in index for key in keys)
+    num_lacking = len({key for key in keys if lacks(key)})
     if not num_lacking:
         blocks, keys = [], []
     return blocks, keys, num_lacking, last
@@ -243,11 +284,12 @@ def find_cached(
     suffixes: Iterable[bytes],
     unwanted: Set[BlockHashWithGroupId],
     index: IndexEntries,
+    coming: KeySet,
 ) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], int, KVCacheBlock | None]:
     """`python_find_cached`, by the native core where it knows the queue's links."""
     if native_core is None or not isinstance(queue, FreeKVCacheBlockQueue):
-        return python_find_cached(queue, depth, suffixes, unwanted, index)
-    return native_core.find_cached(queue, depth, suffixes, unwanted, index)
+        return python_find_cached(queue, depth, suffixes, unwanted, index, coming)
+    return native_core.find_cached(queue, depth, suffixes, unwanted, index, coming)
 
 
 def touch_elsewhere(blocks: Sequence[KVCacheBlock]) -> None:

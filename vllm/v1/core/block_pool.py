@@ -386,6 +386,7 @@ class BlockPool:
         """
         self.epoch += 1
         self.index.clear()
+        self.free_block_queue.clear()
         if self.placer is not None:
             self.placer.clear()
         if self.metrics_collector is not None:
@@ -448,6 +449,8 @@ class BlockPool:
 
     def _insert_block_hash(self, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int) -> None:
         self.index.add(key, block, num_tokens)
+        if block.ref_cnt == 0 and isinstance(self.free_block_queue, FreeKVCacheBlockQueue):
+            self.free_block_queue.look_again()
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         if self.metrics_collector is not None and block.block_hash is not None:

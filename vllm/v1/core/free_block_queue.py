@@ -1,6 +1,7 @@
 """The ordered list of blocks nobody holds; the front is handed out, and so evicted, first. Layer: L3.
 
-Owns the links inside the block records. It must not know hashes, references or requests.
+Owns the links inside the block records. It must not know references or requests, nor more of hashes than whether a
+block has one.
 """
 
 from __future__ import annotations
@@ -27,23 +28,30 @@ class FreeQueue(Protocol):
 
     def put_back(self, blocks: Sequence[KVCacheBlock]) -> None: ...
 
+    def clear(self) -> None: ...
+
     def get_all_free_blocks(self) -> list[KVCacheBlock]: ...
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]: ...
 
 
 class PythonLinkedQueue:
-    """The operations on the links; the native queue has the same. A block is queued if and only if its links are set."""
+    """The operations on the links; the native queue has the same. A block is queued if and only if its links are set.
 
-    __slots__ = ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks")
+    `last_blank` is the last of the blocks in front that are known to have no hash, the head sentinel without any: so
+    that nobody has to walk over them. Blocks behind it may have lost their hash while they were queued.
+    """
+
+    __slots__ = ("fake_free_list_head", "fake_free_list_tail", "last_blank", "num_free_blocks")
 
     def __init__(self, head: KVCacheBlock, tail: KVCacheBlock, blocks: Sequence[KVCacheBlock]) -> None:
         self.num_free_blocks = 0
         self.fake_free_list_head = head
         self.fake_free_list_tail = tail
+        self.last_blank = head
         head.next_free_block = tail
         tail.prev_free_block = head
-        self.append_n(blocks)
+        self.prepend_n(blocks)
 
     def popleft(self) -> KVCacheBlock:
         """Take the block at the front. ValueError when the queue is empty."""
@@ -65,6 +73,8 @@ class PythonLinkedQueue:
         assert block is not None
         head.next_free_block = block
         block.prev_free_block = head
+        if self.last_blank.next_free_block is None:
+            self.last_blank = head
         self.num_free_blocks -= n
         return taken
 
@@ -76,6 +86,8 @@ class PythonLinkedQueue:
         before.next_free_block = after
         after.prev_free_block = before
         block.prev_free_block = block.next_free_block = None
+        if block is self.last_blank:
+            self.last_blank = before if before.block_hash is None else self.fake_free_list_head
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
@@ -90,7 +102,34 @@ class PythonLinkedQueue:
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put `blocks` at the front, in order: the first of them is handed out next."""
-        self.insert_n_after(self.fake_free_list_head, blocks)
+        head = self.fake_free_list_head
+        self.insert_n_after(head, blocks)
+        if self.last_blank is head:
+            for block in blocks:
+                if block.block_hash is not None:
+                    break
+                self.last_blank = block
+
+    def put_back(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put `blocks` at the front, in order, but behind blocks there without a hash: reusing those costs nothing.
+
+        Walks only over blocks that have joined them since the last time.
+        """
+        tail, following = self.fake_free_list_tail, self.last_blank.next_free_block
+        while following is not None and following is not tail and following.block_hash is None:
+            self.last_blank = following
+            following = following.next_free_block
+        self.insert_n_after(self.last_blank, blocks)
+
+    def look_again(self) -> None:
+        """A queued block may have got a hash where it is: `put_back` walks from the front next time."""
+        self.last_blank = self.fake_free_list_head
+
+    def clear(self) -> None:
+        """No queued block has a hash any more."""
+        last = self.fake_free_list_tail.prev_free_block
+        assert last is not None
+        self.last_blank = last
 
     def insert_n_after(self, cursor: KVCacheBlock, blocks: Sequence[KVCacheBlock]) -> None:
         """Put `blocks` behind `cursor`, a queued block or the head sentinel, in order.
@@ -149,15 +188,6 @@ class FreeKVCacheBlockQueue(LinkedQueue):
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().__init__(KVCacheBlock(block_id=-1), KVCacheBlock(block_id=-1), blocks)
-
-    def put_back(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put `blocks` at the front, in order, but behind blocks there without a hash: reusing those costs nothing."""
-        cursor = self.fake_free_list_head
-        for block in self.iter_blocks_after(None):
-            if block.block_hash is not None:
-                break
-            cursor = block
-        self.insert_n_after(cursor, blocks)
 
 
 def is_plain(queue: FreeQueue) -> bool:

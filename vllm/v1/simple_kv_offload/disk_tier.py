@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.utils.clock import Clock
 from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId
 from vllm.v1.core.block_lease import Lease
+from vllm.v1.core.block_ops import make_key_set
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.simple_kv_offload.chain_index import ChainIndex
@@ -176,7 +177,7 @@ class DiskChain:
         self._find = find
         self._speed = speed
         self._settings = settings
-        self._leaving: set[BlockHashWithGroupId] = set()
+        self._leaving = make_key_set()
         self._stores = Stores(host.pool, disk, self._leaving, frozenset(), settings.hash_block_size)
         self._arriving: dict[int, tuple[Transfer, KVCacheBlock]] = {}
         self._waits: dict[str, _Wait] = {}

@@ -7,7 +7,7 @@ that left its window or changed owner since fails that test. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from vllm.v1.core.block_hash import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.core.block_index import StoredBlockInfo, describe_tokens
-from vllm.v1.core.block_ops import find_cached, token_counts
+from vllm.v1.core.block_ops import KeySet, find_cached, token_counts
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.request import Request
@@ -161,21 +161,19 @@ class Selection:
         self,
         blocks: list[KVCacheBlock],
         keys: list[BlockHashWithGroupId],
-        key_set: Set[BlockHashWithGroupId],
-        spared: Set[BlockHashWithGroupId],
+        spared: Set[BlockHashWithGroupId] = frozenset(),
     ) -> None:
         """Choose all at once: these blocks, which have one key each, no two the same, in order as far as there is room.
 
         Room also ends at a slot that holds a key of ``spared``. Nothing is added after that. The candidates are in backward
         order; the lists stay as they are, for whoever asks where in the queue a candidate was.
         """
-        keys_with_room = keys if len(keys) <= self.room else keys[: self.room]
-        count = self._tier.queue.num_takeable(keys_with_room, spared)
-        if count < len(keys):
-            self.was_cut = True
+        count = min(len(keys), self.room)
+        if spared:
+            count = self._tier.queue.num_takeable(keys if count == len(keys) else keys[:count], spared)
+        self.was_cut |= count < len(keys)
         blocks, keys = blocks[:count][::-1], keys[:count][::-1]
-        contents = Contents(keys, token_counts(blocks))  # type: ignore[arg-type]  # of keys that are not None
-        self.candidates = Candidates(blocks, contents, key_set if count == len(key_set) else None)
+        self.candidates = Candidates(blocks, Contents(keys, token_counts(blocks)))  # type: ignore[arg-type]
         self.room = 0
 
 
@@ -185,7 +183,7 @@ class Stores:
 
     device: BlockPool
     tier: Tier
-    in_flight: Collection[BlockHashWithGroupId]
+    in_flight: KeySet
     unsettled: Set[BlockHashWithGroupId]
     hash_block_size: int
     prompt_only: bool = False
@@ -224,7 +222,7 @@ class Stores:
     @property
     def has_further_keys(self) -> bool:
         """Whether a snapshot of a block's keys may be more than its primary one."""
-        return self.tier.pool.enable_kv_cache_events or bool(self.device.cached_block_hashes_by_block)
+        return self.tier.pool.enable_kv_cache_events or bool(self.device.index.secondary)
 
     def block_size(self, group: int) -> int:
         """Tokens per block of a group."""
@@ -426,7 +424,7 @@ def select_idle(
 class Endangered(NamedTuple):
     """The cached blocks among the next ones to be handed out, oldest first, or none where all have a copy.
 
-    ``last`` is the last block looked at, ``num_lacking`` how many of the keys the tier itself lacks.
+    ``last`` is the last block looked at, ``num_lacking`` how many different ones of the keys have no copy, nor will.
     """
 
     found: list[KVCacheBlock]
@@ -443,7 +441,8 @@ class Endangered(NamedTuple):
 def find_endangered(stores: Stores, depth: int) -> Endangered:
     """Look at the next ``depth`` blocks of the device's free list."""
     queue, index = stores.device.free_block_queue, stores.tier.pool.cached_block_hash_to_block.entries
-    return Endangered(*find_cached(queue, depth, stores.tier.key_suffixes, stores.unsettled, index))
+    suffixes = stores.tier.key_suffixes
+    return Endangered(*find_cached(queue, depth, suffixes, stores.unsettled, index, stores.in_flight))
 
 
 def select_endangered(
@@ -461,9 +460,12 @@ def select_endangered(
     copy that is made again take the slot of what another engine has stored: two engines would do so by turns.
     """
     lacks_all = endangered.num_lacking == len(endangered.keys) and stores.tier.shared is None
-    lacking = set(endangered.keys if lacks_all else stores.tier.lacking(endangered.keys))
-    if stores.in_flight:
-        lacking.difference_update(stores.in_flight)
+    if lacks_all and not (out_of_sight or stores.reuse.is_on or stores.has_further_keys):
+        chosen = Selection(stores.tier, None, max_blocks)
+        chosen.room = min(chosen.room, limit)
+        chosen.choose_all(endangered.found, endangered.keys)  # no slot holds any of these keys
+        return chosen
+    lacking = {key for key in stores.tier.lacking(endangered.keys) if key not in stores.in_flight}
     blocks, keys, all_keys = endangered.found, endangered.keys, lacking
     if len(lacking) < len(keys):
         wanted = [key in lacking for key in keys] if lacking else []
@@ -484,7 +486,7 @@ def select_endangered(
         slots = [stores.tier.get(key) for key in (*endangered.keys, *out_of_sight) if key not in lacking]
         stores.tier.refresh([slot for slot in slots if slot is not None])
     if is_distinct and not stores.has_further_keys and not again:
-        chosen.choose_all(blocks, keys, lacking, all_keys)
+        chosen.choose_all(blocks, keys, all_keys)
         return chosen
     for block, key in zip(blocks, keys, strict=True):
         if key in chosen.keys:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.v1.core.block_hash import BlockHashWithGroupId, get_block_hash
 from vllm.v1.core.block_lease import Lease
+from vllm.v1.core.block_ops import make_key_set
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -62,7 +63,7 @@ class StoreSide:
     """
 
     def __init__(self, tier: Tier, device: BlockPool, settings: StoreSettings) -> None:
-        self.in_flight: set[BlockHashWithGroupId] = set()
+        self.in_flight = make_key_set()
         self.unsettled: set[BlockHashWithGroupId] = set()
         self.stores = Stores(
             device,
@@ -295,7 +296,7 @@ class StoreSide:
         staged = self._tier.stage_for(keys, backwards=to_front)
         slots = Lease.adopt(self._tier.pool, staged, owner)
         self.planned.append(Transfer(owner, device, slots, keys, request_id=request_id))
-        self.in_flight.update(candidates.all_keys())
+        self.in_flight.update(keys.all_keys())
         self.ledger.scheduled += len(candidates)
 
     def submit(self) -> tuple[int, list[Transfer]] | None:

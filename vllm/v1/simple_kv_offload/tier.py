@@ -285,9 +285,7 @@ class Tier:
         """Make everything unfindable at once (`BlockPool.epoch` rises); returns how many slots are still held."""
         if self.changed is not None:
             self.changed.clear()
-        held = self.pool.invalidate_prefix_cache()
-        self.queue.clear()
-        return held
+        return self.pool.invalidate_prefix_cache()
 
     def restore(self, slot: int, keys: Iterable[StagedKey]) -> None:
         """Make a free slot findable that held this content all along; it counts as just used."""

@@ -5,7 +5,7 @@ Owns when blocks of a copy are let go. It must not know why a copy was chosen. L
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple, overload
 
@@ -146,22 +146,11 @@ class Candidate(NamedTuple):
 class Candidates(Sequence[Candidate]):
     """Device blocks and the keys that their copies get, in columns."""
 
-    __slots__ = ("_known_keys", "blocks", "contents")
+    __slots__ = ("blocks", "contents")
 
-    def __init__(
-        self,
-        blocks: list[KVCacheBlock] | None = None,
-        contents: Contents | None = None,
-        known_keys: Set[BlockHashWithGroupId] | None = None,
-    ) -> None:
-        """``known_keys``: all keys, for candidates that are complete."""
+    def __init__(self, blocks: list[KVCacheBlock] | None = None, contents: Contents | None = None) -> None:
         self.blocks = [] if blocks is None else blocks
         self.contents = Contents() if contents is None else contents
-        self._known_keys = known_keys
-
-    def all_keys(self) -> Iterable[BlockHashWithGroupId]:
-        """All keys of all candidates."""
-        return self.contents.all_keys() if self._known_keys is None else self._known_keys
 
     def __len__(self) -> int:
         return len(self.blocks)
