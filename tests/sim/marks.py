@@ -98,6 +98,17 @@ MARKS = frozenset(
         "another engine resets",
         "another engine dies",
         "another engine dies in the middle",
+        "another engine resets while a copy runs",
+        "reset while a lazy copy runs",
+        "reset while blocks move between tiers",
+        "reset with content protected",
+        "stored again while the abandoned copy runs",
+        "failed load behind a look-ahead step",
+        "failed load of several groups",
+        "host evicts while blocks come up",
+        "scratch preempted with a copy in flight",
+        "step with a load failed",
+        "hand-off of a request that is gone",
     }
 )
 

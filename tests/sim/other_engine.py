@@ -162,7 +162,7 @@ class OtherEngine(MiniEngine):
             self.end_read(rng.randrange(len(self.reads)))
         elif choice < 0.95:
             self.evict(rng.randrange(1, self.size.num_slots))
-        elif choice < 0.955 and may_reset:
+        elif choice < 0.97 and may_reset:
             self.reset()
             self._marks.hit("another engine resets")
         elif choice > 0.98:

@@ -98,6 +98,8 @@ class SimParams:
     """The host tier is a pool that another engine uses too."""
     dcp: int = 1
     """Ranks that split the context of a group, where its spec says so."""
+    reads_below: bool = False
+    """The device forgets all the time what a tier below has, so that requests load."""
     grammars: bool = False
     """Some requests have a grammar, for which they wait."""
 
@@ -105,10 +107,11 @@ class SimParams:
         """A block on all ranks together: where they split the context, each holds a block's worth."""
         return spec.block_size * (self.dcp if spec.dcp_sharded else 1)
 
-    @property
-    def fault_probability(self) -> float:
+    def fault_probability(self, site: str) -> float:
         """How often an enabled site fires."""
-        return FAULT_FIRES
+        if self.reads_below and site in {"step fails", "nan"}:
+            return FAULT_FIRES / 3  # requests must live long enough to read
+        return FAULT_FIRES * 1.5 if self.reads_below and site in {"load fails", "bad source"} else FAULT_FIRES
 
 
 def _full(rng: random.Random) -> KVCacheSpec:

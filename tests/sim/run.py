@@ -35,6 +35,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.message_types import FinishReason
 from vllm.v1.messages import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 
 LIVE_REQUESTS_MAX = 9
 
@@ -93,7 +94,7 @@ class Run(Killable, SharedRun, StepMarks):
         """Whether the fault at this site happens now."""
         if self.draining or site not in self.params.faults:
             return False
-        if rng.random() >= self.params.fault_probability:
+        if rng.random() >= self.params.fault_probability(site):
             return False
         self.store_excuse = self.store_excuse or site
         return True
@@ -102,7 +103,8 @@ class Run(Killable, SharedRun, StepMarks):
 
     def enabled(self) -> dict[str, int]:
         """Actions that make sense now, with their weights."""
-        weights: dict[str, int] = {"tick": 4}
+        waits_for_disk = self.chain is not None and self.chain.waiting
+        weights: dict[str, int] = {"tick": 30 if waits_for_disk else 4}
         live, lanes = len(self.live()), self.worker.all_lanes
         if live < LIVE_REQUESTS_MAX:
             weights["arrive"] = 80 if live < 3 else 30
@@ -127,6 +129,8 @@ class Run(Killable, SharedRun, StepMarks):
             weights["reset"] = 3
         if self.offload is not None and "cool" not in self.params.actions_off:
             weights["cool"] = 12
+            if self.params.reads_below:
+                weights["cool"] = 60 if self.idle_with_a_copy() else 0
         if self.params.disk_persist and "kill" not in self.params.actions_off:
             weights["kill"] = kill_weight(self)
         if "pause" not in self.params.actions_off:
@@ -202,6 +206,11 @@ class Run(Killable, SharedRun, StepMarks):
         if self.fault("step fails", rng) and output.num_scheduled_tokens:
             step.fails = True
             self.marks.hit("step failed")
+            if (
+                isinstance(orders := output.kv_connector_metadata, SimpleCPUOffloadMetadata)
+                and orders.load_gpu_blocks
+            ):
+                self.marks.hit("step with a load failed")
         if self.params.early_loads:
             self.worker.send_load(step, rng)
         if len(self.steps) > 1:
@@ -350,6 +359,7 @@ class Run(Killable, SharedRun, StepMarks):
 
     def _note_failed_load(self, request_id: str) -> None:
         truth = self.truths[request_id]
+        self.mark_failed_load(bool(self.steps))
         if self.params.recompute_failed_loads:
             self.marks.hit("failed load, recompute")
         elif not truth.done:
@@ -439,6 +449,7 @@ class Run(Killable, SharedRun, StepMarks):
             # From here on the old bytes are wrong: reset is what callers use after a change of weights.
             self.worker.version += 1
         if connector:
+            self.mark_connector_reset()
             taint_kept(self)
         if not self.scheduler.reset_prefix_cache(running, connector):
             self.marks.hit("reset refused")
@@ -448,8 +459,13 @@ class Run(Killable, SharedRun, StepMarks):
 
     def _do_cool(self, rng: random.Random) -> None:
         """Forget the device's cache only, so that the tier below has to serve."""
-        del rng
         pool = self.device_pool
+        if self.params.reads_below:
+            pool.evict_blocks(self.idle_with_a_copy())
+            if self.offload is not None and self.chain is not None and rng.random() < 0.7:
+                self.offload.tier.evict(self.idle_with_a_copy(of_the_host=True))
+                self.full_tiers.add(0)
+            return
         held = [block for block in pool.blocks if block.ref_cnt]
         self.unkeyed |= {key for block in held for key, _ in pool.get_keys(block)}
         self.scheduler.reset_prefix_cache()

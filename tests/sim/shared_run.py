@@ -12,6 +12,7 @@ from tests.sim.views import RunViews
 from vllm.v1.core.block_hash import BlockHashWithGroupId, make_block_hash_with_group_id
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.transfer import TransferState
 
 
 class SharedRun(RunViews):
@@ -94,8 +95,11 @@ class SharedRun(RunViews):
         self._mark_shared()
         other = self.other_engine()
         before = other.pool.epoch
+        copies = [t for t in self.store_transfers() if t.state is TransferState.SUBMITTED]
         other.act(rng, list(self.requests.values()), "reset" not in self.params.actions_off)
         if other.pool.epoch != before:
             self.must_be_stored.clear()
+            if copies or (self.offload is not None and self.offload.load_side.loads):
+                self.marks.hit("another engine resets while a copy runs")
         # It evicts, it is about to store what it never does, and it resets.
         self.store_excuse = self.store_excuse or "another engine"

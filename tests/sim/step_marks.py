@@ -1,4 +1,4 @@
-"""The rare situations that can be seen when a step has been scheduled."""
+"""The rare situations that can be seen when a step has been scheduled, or a reset is about to come."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+from vllm.v1.simple_kv_offload.transfer import TransferState
 
 
 class StepMarks(RunViews):
@@ -20,6 +21,26 @@ class StepMarks(RunViews):
     full_tiers: set[int]
     asked: dict[str, int]
     """How often each request with a hit below was asked for it."""
+    _evictions: int = 0
+    """Of the first host tier, up to the last step."""
+
+    def mark_connector_reset(self) -> None:
+        """Before the tiers below are reset."""
+        running = [t for t in self.store_transfers() if t.state is TransferState.SUBMITTED]
+        if any(transfer.request_id is None for transfer in running):
+            self.marks.hit("reset while a lazy copy runs")
+        if self.moves():
+            self.marks.hit("reset while blocks move between tiers")
+        placers = (pool.placer for _, pool, _ in self.lower_pools())
+        if any(placer is not None and placer.num_protected for placer in placers):
+            self.marks.hit("reset with content protected")
+
+    def mark_failed_load(self, is_behind_a_step: bool) -> None:
+        """A load has failed; a step was scheduled since its request was admitted to it."""
+        if is_behind_a_step:
+            self.marks.hit("failed load behind a look-ahead step")
+        if len(self.params.specs) > 1:
+            self.marks.hit("failed load of several groups")
 
     def mark_step(self, output: SchedulerOutput) -> None:
         """After a step was scheduled."""
@@ -41,6 +62,7 @@ class StepMarks(RunViews):
         for request in scheduler.requests.values():
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.marks.hit("external hit")
+        self._mark_copies(output)
         if offload.store_side.planned or len(offload.store_side.table):
             self.marks.hit("lazy store" if self.params.lazy else "eager store")
         for index, each in enumerate(self.offloads):
@@ -61,6 +83,25 @@ class StepMarks(RunViews):
             self.asked[request_id] = self.asked.get(request_id, 0) + 1
             if self.asked[request_id] > 1:
                 self.marks.hit("repeated ask")
+
+    def _mark_copies(self, output: SchedulerOutput) -> None:
+        """What a step does while copies run that have nothing to do with it."""
+        transfers = self.store_transfers()
+        abandoned = {id(b) for t in transfers if t.state is TransferState.ABANDONED for b in t.device_blocks}
+        live = [t for t in transfers if t.state in (TransferState.PLANNED, TransferState.SUBMITTED)]
+        if any(id(block) in abandoned for transfer in live for block in transfer.device_blocks):
+            self.marks.hit("stored again while the abandoned copy runs")
+        loads = [load for offload in self.offloads for load in offload.load_side.loads.values()]
+        has_scratch = any(not spec.transferable for spec in self.params.specs)
+        if has_scratch and output.preempted_req_ids and (transfers or loads):
+            self.marks.hit("scratch preempted with a copy in flight")
+        for offload in self.offloads:
+            if offload.store_side.boundary.stats.dropped_request_gone:
+                self.marks.hit("hand-off of a request that is gone")
+        evictions = self.offloads[0].tier.evictions
+        if self.chain is not None and self.chain.up.live and evictions > self._evictions:
+            self.marks.hit("host evicts while blocks come up")
+        self._evictions = evictions
 
     def _mark_chain(self) -> None:
         chain = self.chain

@@ -67,6 +67,15 @@ class RunViews:
                 pools.append((f"disk{suffix}", offload.chain.disk.pool, disks))
         return pools
 
+    def idle_with_a_copy(self, of_the_host: bool = False) -> list[int]:
+        """Blocks of the device that nobody holds and whose content a tier below has too; or such of the host."""
+        pool, *below = [self.device_pool, *(lower for _, lower, _ in self.lower_pools())]
+        if of_the_host:
+            pool, *below = below
+        idle = [block for block in pool.blocks[1:] if block.ref_cnt == 0 and block.block_hash is not None]
+        indexes = [lower.cached_block_hash_to_block for lower in below]
+        return [b.block_id for b in idle if any(index.get_one_block(b.block_hash) for index in indexes)]
+
     def look_at_shared_pool(self) -> None:
         """Bring this engine's view of the shared pool up to date, so that it can be compared with the bytes."""
         if self.offload is not None:

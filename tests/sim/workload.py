@@ -66,6 +66,11 @@ class Workload:
         self._constraints = Constraints(params.seed, params.grammars)
         self._count = 0
         self._repeats = rng.choice((0.2, 0.6, 0.8))
+        self._memory = 0
+        """From how many of the latest prompts one is repeated or continued; 0 = all."""
+        if params.reads_below:
+            # What is on the disk only has not been asked for lately.
+            self._repeats, self._memory = (0.6, 8) if params.disk_blocks else (0.9, 4)
         self._history: list[list[int]] = []
 
     def draw(self, rng: random.Random) -> Truth:
@@ -94,7 +99,7 @@ class Workload:
     def _prompt(self, rng: random.Random, longest: int) -> list[int]:
         """An earlier conversation again or continued, else a path in the tree with a tail of its own."""
         if self._history and rng.random() < self._repeats:
-            earlier = rng.choice(self._history)
+            earlier = rng.choice(self._history[-self._memory :])
             if rng.random() < 0.5:
                 return list(earlier)
             more = rng.randint(1, 6)

@@ -23,6 +23,9 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
+_AS_THEY_WERE = frozenset({252, 2487, 2542, 13671, 90048})
+"""Seeds of kept regressions, whose worlds the additions that change drawn ones leave alone."""
+
 
 def draw_params(seed: int) -> SimParams:
     """The world of this seed."""
@@ -76,7 +79,36 @@ def draw_params(seed: int) -> SimParams:
         _with_two_lazy(_with_second(_with_policies(_with_disk(fit(_with_scratch(params))))))
     )
     params = _with_split_context(_with_kept_disk(_with_lazy_sharers(_with_other_engine(params))))
-    return replace(params, grammars=draw_grammars(seed))
+    return replace(_with_failing_loads(params), grammars=draw_grammars(seed))
+
+
+def _with_failing_loads(params: SimParams) -> SimParams:
+    """Requests read from below all the time, and not always what they want, in some of the worlds with faults; drawn
+    apart, so that the others stay.
+    """
+    rng = Streams(params.seed).stream("failing loads")
+    can_fail = params.host_blocks > 0 and params.faults and not {"kill", "reset"} <= params.actions_off
+    if not can_fail or params.seed in _AS_THEY_WERE or rng.random() >= (0.6 if params.disk_blocks else 0.25):
+        return params
+    faults = {"load fails", *(params.faults - {"poison", "table fails"})}
+    faults.update(site for site, share in (("bad source", 0.7), ("stall", 0.5)) if rng.random() < share)
+    if params.disk_blocks:  # where most of what is read is, as soon as the host has no room for it
+        params = replace(
+            params,
+            lazy=False,
+            store_threshold=0,
+            host_blocks=rng.randint(6, 10),
+            disk_blocks=rng.randint(24, 48),
+        )
+        if params.dcp == 1 and rng.random() < 0.6:  # many small blocks
+            full = FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=4, dtype=Byte())
+            params = fit(replace(params, specs=(full,), match_unit=None, num_spec_tokens=0))
+    return replace(
+        params,
+        reads_below=True,
+        faults=frozenset(faults),
+        actions_off=params.actions_off - {"abort", "cool"},
+    )
 
 
 def _with_split_context(params: SimParams) -> SimParams:
@@ -120,6 +152,16 @@ def _with_scratch(params: SimParams) -> SimParams:
             )
         specs.insert(rng.randint(0, len(specs)), spec)
     params = replace(params, specs=tuple(specs))
+    if (
+        params.host_blocks and params.seed not in _AS_THEY_WERE and rng.random() < 0.5
+    ):  # copies that linger while memory is short
+        params = replace(
+            params,
+            device_blocks=1,
+            lazy=False,
+            max_num_seqs=max(3, params.max_num_seqs),
+            faults=params.faults | {"stall", "report late"},
+        )
     # With no more memory than one request needs, what it needs must have been counted.
     if params.chunked_prefill and rng.random() < 0.4:
         return replace(params, device_blocks=1, max_num_batched_tokens=8)
@@ -277,7 +319,7 @@ def _with_other_engine(params: SimParams) -> SimParams:
 def _with_lazy_sharers(params: SimParams) -> SimParams:
     """A lazy engine on a shared pool without room for all in some of the worlds that have one; drawn apart as well."""
     rng = Streams(params.seed).stream("lazy sharers")
-    if not params.shared or params.store_threshold or rng.random() >= 0.4:
+    if not params.shared or params.store_threshold or params.seed in _AS_THEY_WERE or rng.random() >= 0.4:
         return params
     return replace(params, lazy=True, host_blocks=rng.randint(6, 16))
 
