@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.v1.simple_kv_offload.copy_backends import disk_file
+from vllm.v1.simple_kv_offload.copy_backends import disk, disk_file
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyResult
 from vllm.v1.simple_kv_offload.copy_backends.disk import PIECE_BYTES, THREADS_MAX
 from vllm.v1.simple_kv_offload.copy_backends.disk_file import DIRECT_IO_ALIGNMENT, SlotFile, staging
@@ -202,3 +202,40 @@ def test_a_disk_that_cannot_be_read_at_all_is_no_lack_of_direct_io(
     with pytest.raises(OSError, match="Input/output"):
         SlotFile(str(tmp_path / "kv"), 4, SLOT, use_page_cache=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_parts_of_a_store_let_a_load_go_first_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = random_blocks()
+    backend = backend_on(tmp_path / "kv.e.rank_0", device, use_page_cache=True)
+    move(backend, [0], [0], is_store=True)
+    reading, go_on = threading.Event(), threading.Event()
+    read = SlotFile.read
+
+    def slow_read(file: SlotFile, first_slot: int, data: Any) -> None:
+        reading.set()
+        assert go_on.wait(10.0)
+        read(file, first_slot, data)
+
+    monkeypatch.setattr(SlotFile, "read", slow_read)
+    monkeypatch.setattr(disk, "STORE_PATIENCE_S", 5.0)
+    loads: list[tuple[int, CopyResult]] = []
+    stores: list[tuple[int, CopyResult]] = []
+    backend.launch_copy([0], [1], False, 0, loads)  # type: ignore[arg-type]
+    assert reading.wait(10.0)
+    backend.launch_copy([2], [2], True, 1, stores)  # type: ignore[arg-type]
+    assert not stores[0][1].synchronize(0.3), "it stands back while something is loaded"
+    go_on.set()
+    assert loads[0][1].synchronize(10.0)
+    assert stores[0][1].synchronize(3.0)
+    go_on.clear()
+    reading.clear()
+    monkeypatch.setattr(disk, "STORE_PATIENCE_S", 0.01)
+    backend.launch_copy([0], [1], False, 2, loads)  # type: ignore[arg-type]
+    assert reading.wait(10.0)
+    move(backend, [3], [3], is_store=True)
+    assert not loads[1][1].query(), "a load that hangs does not keep stores from the disk"
+    go_on.set()
+    assert loads[1][1].synchronize(10.0)
+    backend.shutdown()

@@ -1,6 +1,9 @@
 """Host memory of a tier: there at once whatever its size, aligned, zeroed, and honest when there is not enough."""
 
+import errno
+import itertools
 import mmap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -8,6 +11,7 @@ import torch
 
 from tests.helpers.offload_rig import rig_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.simple_kv_offload import host_buffer
 from vllm.v1.simple_kv_offload.host_buffer import HostBuffer, aligned_zeros
 
 LARGE_ROWS, ROW_BYTES = 1 << 17, 1 << 13
@@ -51,3 +55,35 @@ def test_regions_live_as_long_as_somebody_has_them_and_pins_are_undone_once() ->
     assert undone == [region]
     region[3] = 1
     assert region.sum() == 64
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages to ask for"
+)
+def test_huge_pages_are_asked_for() -> None:
+    rows = aligned_zeros(1024, 4096)
+    parts = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    ends = [part.splitlines() for part in parts]
+    flags = {
+        line.split()[0]: following[0].split()
+        for before, following in itertools.pairwise(ends)
+        for line in before[-40:]
+        if "-" in line.split(" ", 1)[0]
+    }
+    (own,) = [
+        held
+        for place, held in flags.items()
+        if int(place.split("-")[0], 16) <= rows.data_ptr() < int(place.split("-")[1], 16)
+    ]
+    assert "hg" in own
+
+
+def test_a_kernel_without_huge_pages_gives_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(mmap.mmap):
+        def madvise(self, *args: int) -> None:  # type: ignore[override]
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(host_buffer, "_reserve", lambda size: Plain(-1, size))
+    rows = aligned_zeros(4, 4096)
+    rows[3] = 2
+    assert int(rows.sum()) == 2 * 4096

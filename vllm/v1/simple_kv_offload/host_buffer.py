@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 
@@ -65,7 +66,8 @@ def aligned_zeros(num_rows: int, row_bytes: int) -> torch.Tensor:
     size = num_rows * row_bytes
     memory = _reserve(size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel may have none
+            memory.madvise(mmap.MADV_HUGEPAGE)
     if size == 0:
         return torch.zeros((num_rows, row_bytes), dtype=torch.int8)
     rows = torch.frombuffer(memory, dtype=torch.int8, count=size).view(num_rows, row_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -82,7 +83,8 @@ class KVCachePages:
                 f"{size / 2**30:.2f} GiB cannot be reserved for the KV cache: {error.strerror}"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel may have none
+                memory.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(memory)
         return torch.frombuffer(memory, dtype=torch.int8, count=allocation.size)
 
