@@ -63,7 +63,7 @@ def native(**extra: Any) -> Callable[[Path], KVTransferConfig]:
         return KVTransferConfig(
             kv_connector="OffloadingConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={"cpu_bytes_to_use": 1 << 12, **tiers},
+            kv_connector_extra_config={"cpu_bytes_to_use": 1 << 12, **tiers, **(extra.get("spec") or {})},
             kv_load_failure_policy="recompute",
         )
 
@@ -100,12 +100,14 @@ DISK = {
     "disk_capacity_bytes": 1 << 20,
     "use_page_cache": True,
 }
+SPEC = {"spec_name": "CPUOffloadingSpec", "spec_module_path": "vllm.v1.kv_offload.cpu.spec"}
 CHAIN = {"disk_tier": True, "disk_path": "?", "disk_capacity_bytes": 1 << 20, "use_page_cache": True}
 CONNECTORS: dict[str, Callable[[Path], KVTransferConfig]] = {
     "example": example,
     "multi": multi,
     "native": native(),
     "native-chain": native(tiers=True),
+    "native-spec": native(spec=SPEC),
     "offload-chain": simple(**CHAIN),
     "offload-arc": simple(eviction_policy="arc"),
     "offload-disk": simple(**DISK),
@@ -118,7 +120,7 @@ SINGLE_WORKER = {"example"}
 # Files that other engines share: there before a step is known to be good, and still there after a reset.
 SHARED_FILES = {"example"}
 # Their copies cannot be held back by the test.
-OWN_THREADS = {"offload-disk"}
+OWN_THREADS = {"offload-disk", "native-spec"}
 HINTS = [
     None,
     {"pin": True, "ttl": 3},

@@ -55,9 +55,15 @@ def ask(engine: LLMEngine, request_id: str, prompt: list[int]) -> tuple[Answer, 
     raise AssertionError("the engine makes no progress")
 
 
+OUTSIDE = native(
+    cpu_bytes_to_use=1 << 25, spec_name="CPUOffloadingSpec", spec_module_path="vllm.v1.kv_offload.cpu.spec"
+)
+
+
+@pytest.mark.parametrize("settings", [{"kv_offloading_size": 1 / 32}, OUTSIDE], ids=["own", "a spec's"])
 @pytest.mark.parametrize("name", ["llama", "glm5_next"])
-def test_host_memory_gives_back_the_same_bits(name: str) -> None:
-    engine = start(name, kv_offloading_size=1 / 32)
+def test_host_memory_gives_back_the_same_bits(name: str, settings: dict[str, Any]) -> None:
+    engine = start(name, **settings)
     transfer = engine.vllm_config.kv_transfer_config
     assert transfer is not None
     assert transfer.kv_connector == "OffloadingConnector"

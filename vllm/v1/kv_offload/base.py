@@ -313,7 +313,10 @@ class OffloadingManager(ABC):
         return False
 
     def reset_cache(self) -> None:
-        """Nothing of what is stored now may be found any more."""
+        """Nothing of what is stored now may be found any more.
+
+        What was prepared and not completed never will be: its memory is in use until ``on_reset_flushed``.
+        """
         return
 
     def on_reset_flushed(self) -> None:

@@ -125,7 +125,7 @@ class Promises:
         return len(self._by_request)
 
     def _is_closed_to(self, request: Request) -> bool:
-        return request.skip_reading_prefix_cache or not request.load_tiers.allows(self._tier.medium)
+        return request.skip_reading_prefix_cache or not self._tier.is_open_to(request.load_tiers)
 
     def _can_extend(self, local_tokens: int) -> bool:
         # Positions are counted from the local prefix, so a chunk must not begin before its end.

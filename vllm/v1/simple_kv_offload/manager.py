@@ -56,7 +56,7 @@ from vllm.v1.simple_kv_offload.store_policy import (
     select_endangered,
 )
 from vllm.v1.simple_kv_offload.store_side import StoreSettings, StoreSide
-from vllm.v1.simple_kv_offload.tier import Tier, in_turn
+from vllm.v1.simple_kv_offload.tier import Tier, TierGeometry, in_turn
 from vllm.v1.simple_kv_offload.tier_plan import (
     blocks_in,
     estimate_lazy_target_blocks,
@@ -119,7 +119,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
             allow_partial_hits=not lazy_offload,
             eviction_policy=policy.eviction_policy,
         )
-        self.tier = Tier(kv_cache_config, plan, shared_table)
+        self.tier = self.make_tier(kv_cache_config, plan, shared_table)
         self.hash_block_size = hash_block_size
         self.promises = Promises(self.tier, scheduler_block_size, hash_block_size)
         self.expected_worker_count: int = vllm_config.parallel_config.world_size
@@ -152,6 +152,12 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self._store_side: StoreSide | None = None
         self._load_side: LoadSide | None = None
         logger.info("KV offload: %d %s blocks per rank, %s mode", num_blocks, self.tier.medium, self._mode)
+
+    def make_tier(
+        self, kv_cache_config: KVCacheConfig, geometry: TierGeometry, shared_table: SlotTable | None
+    ) -> Tier:
+        """What keeps the copies."""
+        return Tier(kv_cache_config, geometry, shared_table)
 
     def _make_chain(
         self, kv_cache_config: KVCacheConfig, capacity_bytes: int, wait_s: float, is_kept: bool, clock: Clock

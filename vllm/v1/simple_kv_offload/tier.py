@@ -21,6 +21,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.tier_filter import TierFilter
 from vllm.v1.simple_kv_offload.eviction import (
     DEFAULT_EVICTION_POLICY,
     EvictionQueue,
@@ -100,15 +101,7 @@ class Tier:
                 geometry.num_hash_lookahead_tokens,
                 geometry.medium,
             )
-        self.pool = self.shared or BlockPool(
-            geometry.num_blocks,
-            enable_caching=True,
-            hash_block_size=geometry.hash_block_size,
-            enable_kv_cache_events=geometry.enable_events,
-            num_hash_lookahead_tokens=geometry.num_hash_lookahead_tokens,
-            medium=geometry.medium,
-            make_free_queue=eviction_queue(geometry.eviction_policy),
-        )
+        self.pool = self.shared or self.make_pool(geometry)
         queue = self.pool.free_block_queue
         assert isinstance(queue, EvictionQueue)
         self.queue: EvictionQueue = queue
@@ -127,6 +120,22 @@ class Tier:
         """How often content was withdrawn (`forget`)."""
         self.changed: dict[int, None] | None = None
         """Slots whose keys may have changed since somebody looked, in order; None if nobody wants to know."""
+
+    def make_pool(self, geometry: TierGeometry) -> BlockPool:
+        """The slots of a tier that this engine has for itself."""
+        return BlockPool(
+            geometry.num_blocks,
+            enable_caching=True,
+            hash_block_size=geometry.hash_block_size,
+            enable_kv_cache_events=geometry.enable_events,
+            num_hash_lookahead_tokens=geometry.num_hash_lookahead_tokens,
+            medium=geometry.medium,
+            make_free_queue=eviction_queue(geometry.eviction_policy),
+        )
+
+    def is_open_to(self, tiers: TierFilter) -> bool:
+        """Whether a request that may load from these tiers may load from this one."""
+        return tiers.allows(self.medium)
 
     @property
     def has_parts(self) -> bool:

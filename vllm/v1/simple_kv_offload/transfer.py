@@ -332,6 +332,14 @@ class StoreTable:
     def __len__(self) -> int:
         return len(self._transfers)
 
+    def is_open(self, event: int) -> bool:
+        """Whether reports are missing yet."""
+        return event in self._transfers
+
+    def transfers_of(self, event: int) -> Sequence[Transfer]:
+        """What was submitted under this event; nothing once all have reported."""
+        return self._transfers.get(event, ())
+
     @property
     def transfers(self) -> Iterator[Transfer]:
         """All submitted transfers, in order of submission."""

@@ -10,13 +10,21 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     Observed,
     OffloadingConnectorStats,
     OffloadPromMetrics,
     native_stats,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.options import check_chunk, parse_native_options
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.options import (
+    check_chunk,
+    has_outside_spec,
+    parse_native_options,
+    parse_outside_options,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
     SimpleCPUOffloadConnector,
 )
@@ -24,9 +32,12 @@ from vllm.v1.core.kv_cache_view import device_block_bytes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_connector_types import KVConnectorStats
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.options import OffloadOptions
+from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
 
 class OffloadingConnector(SimpleCPUOffloadConnector):
@@ -41,17 +52,37 @@ class OffloadingConnector(SimpleCPUOffloadConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
     ) -> None:
+        self._outside: OffloadingConnectorScheduler | None = None
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_bytes = 0
         if kv_cache_config is not None:
             self._block_bytes = device_block_bytes(kv_cache_config, vllm_config.parallel_config.world_size)
         self._observed = Observed(self._block_bytes)
 
+    def _make_scheduler_half(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: OffloadOptions
+    ) -> SimpleCPUOffloadScheduler:
+        if not has_outside_spec(self._kv_transfer_config.kv_connector_extra_config):
+            return super()._make_scheduler_half(vllm_config, kv_cache_config, options)
+        spec = OffloadingSpecFactory.create_spec(build_offloading_config(vllm_config, kv_cache_config))
+        self._outside = OffloadingConnectorScheduler(spec, vllm_config, kv_cache_config)
+        return self._outside
+
+    def _make_worker_half(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: OffloadOptions
+    ) -> SimpleCPUOffloadWorker:
+        if not has_outside_spec(self._kv_transfer_config.kv_connector_extra_config):
+            return super()._make_worker_half(vllm_config, kv_cache_config, options)
+        spec = OffloadingSpecFactory.create_spec(build_offloading_config(vllm_config, kv_cache_config))
+        return OffloadingConnectorWorker(spec=spec, vllm_config=vllm_config, kv_cache_config=kv_cache_config)
+
     # The values come from the user's JSON, so anything may be in them.
     @classmethod
     def _read_options(
         cls, extra: Mapping[str, Any], world_size: int, kv_cache_config: KVCacheConfig | None
     ) -> OffloadOptions:
+        if has_outside_spec(extra):
+            return parse_outside_options(extra, world_size)
         options = parse_native_options(extra, world_size)
         if kv_cache_config is not None:
             groups = kv_cache_config.prefix_cacheable_groups
@@ -91,7 +122,14 @@ class OffloadingConnector(SimpleCPUOffloadConnector):
             return None
         stats = native_stats(manager, base, self._block_bytes)
         self._observed.report(stats)
+        if self._outside is not None:
+            self._outside.add_figures(stats)
         return stats
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._outside is not None:
+            self._outside.shutdown()
 
 
 __all__ = ["OffloadingConnector"]

@@ -85,16 +85,26 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if kv_cache_config is None:
             raise ValueError(f"{type(self).__name__} needs the kv_cache_config")
         if role is KVConnectorRole.SCHEDULER:
-            _log_options(options, world_size)
             if options.shared_pool is not None:
                 self._table = join_shared_pool(vllm_config, options.shared_pool)
             try:
-                self.scheduler_manager = _make_manager(vllm_config, kv_cache_config, options, self._table)
+                self.scheduler_manager = self._make_scheduler_half(vllm_config, kv_cache_config, options)
             except BaseException:
                 self.shutdown()
                 raise
         else:
-            self.worker_handler = _make_worker(vllm_config, kv_cache_config, options)
+            self.worker_handler = self._make_worker_half(vllm_config, kv_cache_config, options)
+
+    def _make_scheduler_half(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: OffloadOptions
+    ) -> SimpleCPUOffloadScheduler:
+        _log_options(options, vllm_config.parallel_config.world_size)
+        return _make_manager(vllm_config, kv_cache_config, options, self._table)
+
+    def _make_worker_half(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: OffloadOptions
+    ) -> SimpleCPUOffloadWorker:
+        return _make_worker(vllm_config, kv_cache_config, options)
 
     # The values come from the user's JSON, so anything may be in them.
     @classmethod

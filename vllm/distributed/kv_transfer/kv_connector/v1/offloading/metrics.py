@@ -9,6 +9,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.options import has_outside_spec
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.spec_metrics import spec_definitions
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import INVALID_JOB_ID, SimpleCPUOffloadMetadata
@@ -118,6 +122,21 @@ class OffloadPromMetrics(SimpleCPUOffloadPromMetrics):
         **dict.fromkeys((LOOKUP_SYNC_DELAY, LOOKUP_ASYNC_DELAY), _SECONDS),
         ALLOCATION_SIZE: _BLOCKS,
     }
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        transfer_config = vllm_config.kv_transfer_config
+        extra = {} if transfer_config is None else transfer_config.kv_connector_extra_config
+        if has_outside_spec(extra):
+            definitions, buckets = spec_definitions(OffloadingSpecFactory.get_spec_cls(extra), extra)
+            self.definitions = (*self.definitions, *definitions)
+            self.buckets = {**self.buckets, **buckets}
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @staticmethod
     def changes_without_steps(extra: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.simple_kv_offload.options import DISK_KEYS, OffloadOptions, parse_options
 
 logger = init_logger(__name__)
@@ -34,10 +35,7 @@ OWN_KEYS = (
 )
 KNOWN_KEYS = (*SHARED_KEYS, *OWN_KEYS)
 # Names of the interface whose feature does not exist here.
-REFUSED_KEYS = {
-    "spec_module_path": "specs from other modules",
-    "backpressure": "backpressure between tiers",
-}
+REFUSED_KEYS = {"backpressure": "backpressure between tiers"}
 TIER_KEYS = ("type", *DISK_KEYS, "disk_wait_s", "disk_persist")
 # Kinds of tiers that the interface names beside "fs".
 OTHER_TIERS = ("example", "kvcr", "obj", "p2p")
@@ -54,6 +52,30 @@ class NativeOptions:
 
 
 # The values come from the user's JSON, so anything may be in them.
+def has_outside_spec(extra: Mapping[str, Any]) -> bool:
+    """Whether the settings name a spec that is no part of the connector itself."""
+    spec = extra.get("spec_name", CPU_SPEC)
+    named = OffloadingSpecFactory.is_registered(spec) and spec not in (CPU_SPEC, TIERING_SPEC)
+    return named or extra.get("spec_module_path") is not None
+
+
+# The values come from the user's JSON, so anything may be in them.
+def parse_outside_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
+    """The few keys that are the connector's own where the spec comes from outside; all others are the spec's.
+
+    ``ValueError`` naming key and value for wrong ones, and for a spec that cannot be found.
+    """
+    OffloadingSpecFactory.get_spec_cls(extra)
+    _flag(extra, "self_describing_kv_events", default=False)
+    if extra.get("blocks_per_chunk", 1) != 1:
+        raise ValueError(
+            f"blocks_per_chunk must be 1 with a spec of its own, got {extra['blocks_per_chunk']!r}"
+        )
+    prompt_only = _flag(extra, "offload_prompt_only", default=True)
+    return replace(parse_options({}, world_size), prompt_only=prompt_only, any_cacheable_group=True)
+
+
+# The values come from the user's JSON, so anything may be in them.
 def parse_native_options(extra: Mapping[str, Any], world_size: int) -> NativeOptions:
     """Read ``kv_connector_extra_config``.
 
@@ -65,7 +87,9 @@ def parse_native_options(extra: Mapping[str, Any], world_size: int) -> NativeOpt
         raise ValueError(f"cpu_bytes_to_use must be given in kv_connector_extra_config of {CONNECTOR}")
     spec = extra.get("spec_name", CPU_SPEC)
     if spec not in (CPU_SPEC, TIERING_SPEC):
-        raise ValueError(f"spec_name must be {CPU_SPEC} or {TIERING_SPEC}, got {spec!r}")
+        raise ValueError(
+            f"spec_name must be {CPU_SPEC} or {TIERING_SPEC}, or that of a class in spec_module_path, got {spec!r}"
+        )
     if _flag(extra, "canonical_layout", default=False):
         raise ValueError("canonical_layout=true (a topology-free host layout) is not part of this build")
     # Events always say their tokens here, so either value is served.

@@ -1,0 +1,416 @@
+"""The scheduler half of an offload whose manager comes from outside.
+
+Owns the translation between the machinery's transfers and the manager's calls: every key that was prepared is completed
+once. What is stored, loaded, held and given back when is the machinery's business. Layer L4.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_event_types import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    TransferJob,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    OffloadingEventGroupSpec,
+    OffloadingEventsTracker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.guarded_manager import GuardedManager
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.plugin_tier import PluginTier
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.spec_metrics import SPEC_INFO, add_figures
+from vllm.logger import init_logger
+from vllm.utils.clock import Clock
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
+from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_view import gpu_total_bytes
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingSpec,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadStats
+from vllm.v1.simple_kv_offload.shared_pool import SlotTable
+from vllm.v1.simple_kv_offload.tier import Tier, TierGeometry, in_turn
+from vllm.v1.simple_kv_offload.transfer import Transfer
+
+logger = init_logger(__name__)
+
+WAIT_MAX_S = 5.0
+"""How long a request waits for a manager that puts off its answer; then the answer is no."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOffloadConfig:
+    """One offloaded group: its id among all groups, tokens per block, and how it is told of in events."""
+
+    group_id: int
+    tokens_per_block: int
+    event_spec: OffloadingEventGroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOffloadConfig:
+    """What the scheduler half takes from the engine's configuration."""
+
+    groups: tuple[GroupOffloadConfig, ...]
+    scheduler_block_size: int
+    hash_block_size: int
+    num_slots: int
+    offload_prompt_only: bool
+    self_describing_kv_events: bool
+
+    @classmethod
+    def from_spec(
+        cls, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> SchedulerOffloadConfig:
+        """Read once; ``ValueError`` if no group can be offloaded."""
+        sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        tokens = {group.group_id: group.tokens_per_block for group in spec.config.groups}
+        groups = []
+        for group_id in get_offloading_group_ids(kv_cache_config):
+            layers = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
+            about = OffloadingEventGroupSpec(
+                get_kv_cache_spec_kind(layers).value, get_kv_cache_spec_sliding_window(layers)
+            )
+            groups.append(GroupOffloadConfig(group_id, tokens.get(group_id, layers.block_size), about))
+        extra = spec.config.extra_config
+        return cls(
+            tuple(groups),
+            *sizes,
+            # As many names as there can be blocks: of content that is found, promised or on its way.
+            num_slots=2 * kv_cache_config.num_blocks + 1,
+            offload_prompt_only=bool(extra.get("offload_prompt_only", True)),
+            self_describing_kv_events=bool(extra.get("self_describing_kv_events", False)),
+        )
+
+
+@dataclass(slots=True)
+class RequestOffloadState:
+    """A request from its first look-up to its end. ``put_off_since``: when its look-up was put off first (seconds)."""
+
+    ctx: ReqContext
+    policy: OffloadPolicy
+    put_off_since: float | None = None
+
+
+class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
+    """Offloads to wherever the spec's manager keeps blocks."""
+
+    def __init__(
+        self,
+        spec: OffloadingSpec,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        self.spec = spec
+        self.config = SchedulerOffloadConfig.from_spec(spec, vllm_config, kv_cache_config)
+        self.manager = GuardedManager(spec.get_manager())
+        self.tracker = OffloadingEventsTracker(
+            {group.group_id: group.event_spec for group in self.config.groups},
+            self_describing=self.config.self_describing_kv_events,
+        )
+        super().__init__(
+            vllm_config,
+            kv_cache_config,
+            # Slots are names: their number is given below, and no bytes are behind it.
+            gpu_total_bytes(kv_cache_config),
+            self.config.scheduler_block_size,
+            self.config.hash_block_size,
+            aligned_num_cpu_blocks=self.config.num_slots,
+            prompt_only=self.config.offload_prompt_only,
+            any_cacheable_group=True,
+            clock=clock,
+        )
+        self._places = {group.group_id: place for place, group in enumerate(self.config.groups)}
+        self._tokens = {group.group_id: group.tokens_per_block for group in self.config.groups}
+        self._requests: dict[str, RequestOffloadState] = {}
+        # Ended ones whose last stores have not left yet.
+        self._ended: dict[str, RequestOffloadState] = {}
+        self._next_job = 0
+        self._open_stores: dict[int, list[tuple[ReqContext, list[OffloadKey]]]] = {}
+        self._open_loads: dict[str, tuple[ReqContext, list[OffloadKey]]] = {}
+        # What was under way at a reset and is not over: store events and requests that load. The manager hears no more of it.
+        self._flushed_stores: set[int] = set()
+        self._flushed_loads: set[str] = set()
+        self._is_flushing = False
+
+    def make_tier(
+        self, kv_cache_config: KVCacheConfig, geometry: TierGeometry, shared_table: SlotTable | None
+    ) -> Tier:
+        """The manager as a tier. A key stands for a whole block: nothing ends inside one."""
+        whole_blocks = replace(geometry, allow_partial_hits=False)
+        self.plugin_tier = PluginTier(kv_cache_config, whole_blocks, self.manager, self.tracker)
+        return self.plugin_tier
+
+    # -- loads --------------------------------------------------------------------------------
+
+    @in_turn
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As for every tier; ``None`` also while the manager puts off its answer, for `WAIT_MAX_S` at most."""
+        state = self._follow(request)
+        with self.plugin_tier.mirror.asking(state.ctx):
+            found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+            if found[0] is None or not self.plugin_tier.mirror.is_put_off:
+                return found
+        now = self.clock.monotonic()
+        if state.put_off_since is None:
+            state.put_off_since = now
+        if now - state.put_off_since >= WAIT_MAX_S:
+            return found
+        self.promises.withdraw(request.request_id)
+        return None, False
+
+    @in_turn
+    def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """What the manager says to have; nothing is promised."""
+        state = self._requests.get(request.request_id)
+        with self.plugin_tier.mirror.asking(_context(request) if state is None else state.ctx):
+            return super().peek_matched_tokens(request, num_computed_tokens)
+
+    @in_turn
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """The request was admitted."""
+        state = self._follow(request)
+        state.put_off_since = None
+        with self.plugin_tier.mirror.asking(state.ctx):
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def _follow(self, request: Request) -> RequestOffloadState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            ctx = _context(request)
+            state = RequestOffloadState(ctx, self.manager.on_new_request(ctx).policy)
+            self._requests[request.request_id] = state
+        return state
+
+    # -- one step -----------------------------------------------------------------------------
+
+    @in_turn
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
+        """The machinery's orders, and the jobs that they are."""
+        self._hold_back_whole_requests()
+        orders = super().build_connector_meta(scheduler_output)
+        metadata = OffloadingConnectorMetadata({}, {}, orders=orders)
+        self._add_load_jobs(metadata)
+        self._add_store_jobs(metadata)
+        self._ended.clear()
+        self.manager.on_schedule_end(
+            ScheduleEndContext(
+                [new.req_id for new in scheduler_output.scheduled_new_reqs],
+                sorted(scheduler_output.preempted_req_ids or ()),
+            )
+        )
+        return metadata
+
+    def _hold_back_whole_requests(self) -> None:
+        """Those that are stored as a whole have nothing to store before their end."""
+        for request_id, state in self._requests.items():
+            if state.policy is OffloadPolicy.REQUEST_LEVEL and request_id in self.store_side.states:
+                self.store_side.states[request_id].quiet_below = sys.maxsize
+
+    def _add_load_jobs(self, metadata: OffloadingConnectorMetadata) -> None:
+        for req_ids, part in metadata.loads_by_request():
+            for req_id in req_ids:
+                request, ctx = self.load_side.loads[req_id].request, self._context_of(req_id)
+                slots = metadata.load_cpu_blocks[part]
+                keys = [key for slot in slots if (key := self.tier.pool.blocks[slot].block_hash) is not None]
+                source = self._source(keys, len(slots), ctx)
+                if source is not None:
+                    self._open_loads[req_id] = (ctx, keys)
+                target = self._device_spec(keys, metadata.load_gpu_blocks[part][: len(keys)], request)
+                metadata.load_jobs[self._new_job()] = TransferJob(req_id, source, target)
+
+    def _source(self, keys: list[OffloadKey], num_wanted: int, ctx: ReqContext) -> LoadStoreSpec | None:
+        if len(keys) < num_wanted:
+            return None  # it was given up meanwhile
+        try:
+            return self.manager.prepare_load(keys, ctx)
+        except Exception:  # of a module from outside
+            logger.exception("KV offload: the load of request %s cannot be prepared", ctx.req_id)
+            return None
+
+    def _add_store_jobs(self, metadata: OffloadingConnectorMetadata) -> None:
+        event = metadata.store_event
+        for transfer in self.store_side.table.transfers_of(event):
+            req_id = transfer.request_id or ""
+            ctx = self._context_of(req_id)
+            job = self._store_job(transfer, req_id, ctx)
+            if job is not None:
+                metadata.store_jobs[self._new_job()] = job[0]
+                self.plugin_tier.taken.update(job[1])
+                self._open_stores.setdefault(event, []).append((ctx, job[1]))
+
+    def _store_job(
+        self, transfer: Transfer, req_id: str, ctx: ReqContext
+    ) -> tuple[TransferJob, list[OffloadKey]] | None:
+        """The job, and the keys that the manager took; None if it took none."""
+        sources: dict[OffloadKey, int] = {}
+        for block, key, row in zip(
+            transfer.device_blocks, transfer.keys.primary_keys, transfer.keys, strict=True
+        ):
+            if key is not None:
+                sources[key] = block.block_id
+                self.tracker.describe(key, row[0].info)
+        offered = sorted(sources, key=lambda key: self._places[get_offload_group_idx(key)])
+        prepared = self.manager.prepare_store(offered, ctx)
+        if prepared is None:
+            self.tracker.forget(offered)
+            return None
+        self.plugin_tier.let_go(prepared.evicted_keys)
+        chosen = list(prepared.keys_to_store)
+        wanted = set(chosen)
+        self.tracker.forget(key for key in offered if key not in wanted)
+        if chosen != [key for key in offered if key in wanted]:
+            logger.error(
+                "KV offload: the manager wants to store keys that were not offered, or in another order"
+            )
+            self.manager.complete_store(chosen, ctx, success=False)
+            return None
+        if not chosen:
+            return None
+        target = self._device_spec(
+            chosen, [sources[key] for key in chosen], self.store_side.requests.get(req_id)
+        )
+        return TransferJob(req_id, target, prepared.store_spec), chosen
+
+    def _device_spec(
+        self, keys: Sequence[OffloadKey], block_ids: Sequence[int], request: Request | None
+    ) -> GPULoadStoreSpec:
+        """The blocks as a worker sees them; positions are 0 where the request is gone."""
+        sizes, firsts = [0] * len(self._places), [0] * len(self._places)
+        for key in keys:
+            group = get_offload_group_idx(key)
+            place = self._places[group]
+            if not sizes[place] and request is not None:
+                firsts[place] = self._position(key, request)
+            sizes[place] += 1
+        return GPULoadStoreSpec(block_ids, sizes, firsts)
+
+    def _position(self, key: OffloadKey, request: Request) -> int:
+        try:
+            units = request.block_hashes.index(get_offload_block_hash(key)) + 1
+        except ValueError:  # its tokens have changed since
+            return 0
+        return cdiv(units * self.hash_block_size, self._tokens[get_offload_group_idx(key)]) - 1
+
+    def _context_of(self, req_id: str) -> ReqContext:
+        state = self._requests.get(req_id) or self._ended.get(req_id)
+        return ReqContext(req_id) if state is None else state.ctx
+
+    def _new_job(self) -> int:
+        job, self._next_job = self._next_job, self._next_job + 1
+        return job
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    @in_turn
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """The workers' report; what has ended is told to the manager."""
+        super().update_connector_output(connector_output)
+        self._complete()
+
+    def _complete(self) -> None:
+        ended = [event for event in self._open_stores if not self.store_side.table.is_open(event)]
+        for event in ended:
+            for ctx, keys in self._open_stores.pop(event):
+                self._complete_store(ctx, keys)
+        self.plugin_tier.stored.clear()
+        for req_id in [req_id for req_id in self._open_loads if not self.load_side.owns(req_id)]:
+            ctx, keys = self._open_loads.pop(req_id)
+            self.manager.complete_load(keys, ctx)
+        if self._is_flushing:
+            self._flushed_stores = set(filter(self.store_side.table.is_open, self._flushed_stores))
+            self._flushed_loads = set(filter(self.load_side.owns, self._flushed_loads))
+            if not (self._flushed_stores or self._flushed_loads):
+                self._is_flushing = False
+                self.manager.on_reset_flushed()
+
+    def _complete_store(self, ctx: ReqContext, keys: Collection[OffloadKey]) -> None:
+        stored = self.plugin_tier.stored
+        for ok in (True, False):
+            part = [key for key in keys if (key in stored) == ok]
+            if part:
+                self.manager.complete_store(part, ctx, success=ok)
+        self.plugin_tier.taken.difference_update(keys)
+
+    @in_turn
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """The request ended; its last stores leave with the next step."""
+        answer = super().request_finished_all_groups(request, block_ids)
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            self._ended[request.request_id] = state
+            self.manager.on_request_finished(state.ctx)
+        return answer
+
+    @in_turn
+    def reset(self) -> bool:
+        """Nothing of what is stored is found any more; False if copies were under way."""
+        done = super().reset()
+        self._flushed_stores |= self._open_stores.keys()
+        self._flushed_loads |= self._open_loads.keys()
+        self._open_stores.clear()
+        self._open_loads.clear()
+        self.plugin_tier.taken.clear()
+        self.manager.reset_cache()
+        self._is_flushing = True
+        self._complete()
+        return done
+
+    @in_turn
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What the manager says has come and gone. The tier's own events are of names only."""
+        self.tier.take_events()
+        events = self.tracker.convert(self.manager.take_events())
+        self.tracker.keep_only(self.plugin_tier.taken)
+        return events
+
+    def add_figures(self, stats: SimpleCPUOffloadStats) -> None:
+        """Add the manager's own figures since the last call."""
+        extra = self.spec.config.extra_config
+        info = self.manager.config_info()
+        labels = [str(info.get(key, "")) for key in self.spec.config_info_keys(extra)]
+        stats.set_gauge(SPEC_INFO, 1, (type(self.spec).__name__, *labels))
+        add_figures(stats, self.manager.get_stats() or {}, self.spec.build_metric_definitions(extra))
+
+    def has_pending_work(self) -> bool:
+        """Also what the manager has to do."""
+        return super().has_pending_work() or self.manager.has_pending_work()
+
+    def shutdown(self) -> None:
+        """End the manager. Idempotent."""
+        self.manager.shutdown()
+
+
+def _context(request: Request) -> ReqContext:
+    return ReqContext(request.request_id, request.kv_transfer_params, request.kv_hints, request.load_tiers)
