@@ -301,3 +301,17 @@ def test_checkpoints_lie_strictly_inside_a_chunk_and_on_the_backend_alignment() 
     assert is_mamba_prefill_checkpoint_valid(48, 32, 60)
     assert not is_mamba_prefill_checkpoint_valid(60, 32, 60)
     assert not is_mamba_prefill_checkpoint_valid(48, 32, 60, checkpoint_alignment=64)
+
+
+def test_pages_do_not_shrink_and_padding_is_no_smaller_than_the_content() -> None:
+    page = full().page_size_bytes
+    assert full().with_page_size(page // 3) is None
+    assert window().with_page_size(page // 3) is None
+    assert mamba().with_page_size(8) is None
+    assert ring().with_page_size(8) is None
+    with pytest.raises(AssertionError, match="page_size_padded=8 is smaller than the state"):
+        _ = mamba(page_size_padded=8).page_size_bytes
+    with pytest.raises(AssertionError, match="empty list"):
+        MLAAttentionSpec.merge([])
+    with pytest.raises(TypeError, match="int is not a dataclass"):
+        replace_as(full(), int)  # type: ignore[type-var]

@@ -142,3 +142,10 @@ def test_a_block_is_as_large_for_the_scheduler_as_for_the_rank(heads: tuple[int,
     page = full(heads=1).page_size_bytes
     assert device_block_bytes(first, 1) == device_block_bytes(seen, 1) == 4 * page
     assert describe_groups(seen, 1)[0].block_bytes == 4 * page
+
+
+def test_sizes_that_cannot_be_are_named() -> None:
+    with pytest.raises(ValueError, match="block_size is not resolved yet"):
+        resolve_kv_cache_block_sizes(config(full()), plan_config(block_size=None))
+    with pytest.raises(ValueError, match="block size 0 of a KV cache group is not positive"):
+        resolve_kv_cache_block_sizes(config(full(16), mamba(0)), plan_config())

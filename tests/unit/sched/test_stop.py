@@ -86,9 +86,9 @@ def test_repetition_detector(tokens: list[int], sizes: tuple[int, int], count: i
 def test_the_repetition_detector_is_quick_for_patterns_of_any_size() -> None:
     tokens = list(range(40_000))
     params = RepetitionDetectionParams(max_pattern_size=20_000, min_pattern_size=1, min_count=2)
-    start = time.perf_counter()
+    start = time.process_time()  # a loaded machine is not the detector's fault
     assert not check_sequence_repetition(tokens, params)
-    assert time.perf_counter() - start < 0.2
+    assert time.process_time() - start < 0.2
 
 
 def test_remove_all_keeps_the_rest_in_order() -> None:
