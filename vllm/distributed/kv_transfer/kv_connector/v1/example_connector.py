@@ -86,7 +86,7 @@ class ExampleConnectorMetadata(KVConnectorMetadata):
     """The prefixes of this step; ``withdrawn``: patterns of the names of folders that go first."""
 
     requests: list[ReqMeta] = field(default_factory=list)
-    withdrawn: list[str] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list, kw_only=True)
 
     def add_request(
         self,
