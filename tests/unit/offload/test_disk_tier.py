@@ -322,6 +322,9 @@ def test_a_full_disk_switches_the_tier_off_and_the_engine_goes_on(
     rig.evict_device()
     assert rig.on_disk(kept) == [0, 1, 2, 3]
     assert rig.generate(prompt(17)).num_cached_tokens == 16, "what is there can be read"
+    stats = rig.manager.get_stats()
+    assert stats is not None
+    assert stats.data["data"][MetricName.DISK_ACTIVE] == {(): 0}
     rig.assert_at_rest()
 
 
