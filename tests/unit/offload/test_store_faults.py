@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -385,3 +386,19 @@ def test_xfer_03_a_load_lands_behind_the_zeroing_of_its_target(monkeypatch: pyte
     rig.run()
     rig.check_output(request)  # the model found the right bytes, not zeros
     assert request.num_cached_tokens == 16
+
+
+def test_before_sleep_every_copy_under_way_ends() -> None:
+    rig = Rig()
+    rig.add(prompt(9), max_tokens=1)
+    while not rig.mover().jobs:
+        rig.step(copies=False)
+    sleeping = threading.Thread(target=rig.worker().unregister_kv_caches)
+    sleeping.start()
+    sleeping.join(0.2)
+    assert sleeping.is_alive(), "the memory must not go away under a copy"
+    rig.mover().release()
+    sleeping.join(10.0)
+    assert not sleeping.is_alive()
+    rig.run()
+    rig.assert_at_rest()
