@@ -10,6 +10,7 @@ from tests.public_api import (
     names_engine,
     names_entrypoints,
     names_kv,
+    names_native,
     names_requests,
     names_sampling,
 )
@@ -23,6 +24,7 @@ TABLES = {
         "names_engine": names_engine,
         "names_entrypoints": names_entrypoints,
         "names_kv": names_kv,
+        "names_native": names_native,
         "names_requests": names_requests,
         "names_sampling": names_sampling,
     }.items()
