@@ -330,8 +330,8 @@ def _hash_too_far(original: Any) -> Any:
 def _hole_in_what_is_stored(original: Any) -> Any:
     """OFF-22: the last block of every round of stores is left out."""
 
-    def plan(self: Any, candidates: Any, request_id: Any, *, to_front: bool = False) -> None:
-        original(self, candidates[:-1], request_id, to_front=to_front)
+    def plan(self: Any, candidates: Any, request_id: Any, **more: Any) -> None:
+        original(self, candidates[:-1], request_id, **more)
 
     return plan
 

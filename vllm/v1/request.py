@@ -351,6 +351,11 @@ class Request:
         return self.plain_output and self.structured_output_request is None and not self.resumable
 
     @property
+    def has_read_nothing(self) -> bool:
+        """Whether it has had no step yet: others' content has no part in an error that ends it."""
+        return self.last_sched_seq < 0 and self.num_computed_tokens == 0
+
+    @property
     def use_structured_output(self) -> bool:
         """True if a grammar constrains the output."""
         return self.structured_output_request is not None

@@ -29,11 +29,12 @@ class Lease:
 
     `split` and `shorten` part a held lease. Null blocks may be among the blocks; they are never counted.
     `to_front`: the hold is no sign of use, so that blocks go back to the front of the queue even if they are cached.
+    `keep_place`: behind the cached blocks there that are to go first.
     `evicted`: ids of blocks whose hashes were dropped by id during the hold. Their content is not to be trusted, even
     if the block has a hash again: it may have been written anew.
     """
 
-    __slots__ = ("_blocks", "_pool", "_state", "evicted", "owner", "to_front")
+    __slots__ = ("_blocks", "_place", "_pool", "_state", "evicted", "owner", "to_front")
 
     def __init__(
         self, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str, *, to_front: bool = False
@@ -58,6 +59,7 @@ class Lease:
         self.evicted: frozenset[int] = frozenset()
         self.owner = owner
         self.to_front = to_front
+        self._place = 0
         pool.leases[id(self)] = self
 
     @property
@@ -79,13 +81,17 @@ class Lease:
         """The pool has dropped the hashes of these held blocks, which may be of this lease."""
         self.evicted |= block_ids.intersection(block.block_id for block in self._blocks)
 
+    def keep_place(self, num_ahead: int) -> None:
+        """So many cached blocks of the queue are to be handed out before these; once one is, it counts no more."""
+        self._place = self._pool.num_evicted + num_ahead
+
     def split(self, num_blocks: int) -> Lease:
         """Part off the first `num_blocks` blocks as a lease of the same owner; the rest stays here."""
         self._require_held("split")
         self._require_within(num_blocks)
         head = Lease.adopt(self._pool, self._blocks[:num_blocks], self.owner, to_front=self.to_front)
         del self._blocks[:num_blocks]
-        head.evicted = self.evicted
+        head.evicted, head._place = self.evicted, self._place
         return head
 
     def shorten(self, num_blocks: int) -> None:
@@ -114,7 +120,7 @@ class Lease:
     def _drop(self, blocks: list[KVCacheBlock]) -> None:
         blocks.reverse()
         if self.to_front:
-            self._pool.free_blocks_to_front(blocks)
+            self._pool.free_blocks_to_front(blocks, max(0, self._place - self._pool.num_evicted))
         else:
             self._pool.free_blocks(blocks)
 

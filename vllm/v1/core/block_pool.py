@@ -7,6 +7,7 @@ must not know requests beyond what hashing reads of them, nor which group or kin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import ClassVar, Protocol
 
 from vllm.distributed.kv_event_types import MEDIUM_GPU, AnyKVCacheEvent, BlockStored
@@ -50,6 +51,10 @@ class BlockHold(Protocol):
     def blocks(self) -> Sequence[KVCacheBlock]: ...
 
     def note_evicted(self, block_ids: frozenset[int]) -> None: ...
+
+
+BLANKS_PASSED = 1024
+"""Empty blocks at the front of the queue that somebody walks over at most."""
 
 
 class BlockPlacer(Protocol):
@@ -230,14 +235,23 @@ class BlockPool:
         if unhashed:
             self.free_block_queue.prepend_n(unhashed)
 
-    def free_blocks_to_front(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+    def free_blocks_to_front(self, ordered_blocks: Iterable[KVCacheBlock], num_ahead: int = 0) -> None:
         """As `free_blocks`, but blocks nobody holds any more go to the front of the queue, the first one frontmost.
 
-        Blocks that were in front without a hash stay there: reusing them costs nothing.
+        Blocks that were in front without a hash stay there: reusing them costs nothing. So do `num_ahead` cached ones,
+        unless the pool has levels, or more than as many and `BLANKS_PASSED` are empty: then no order matters soon.
         """
         idle: list[KVCacheBlock] = []
         self._release(ordered_blocks, idle, idle)
-        self.free_block_queue.put_back(idle if self.placer is None else self.placer.place_protected(idle))
+        if self.placer is not None:
+            idle = self.placer.place_protected(idle)
+        elif num_ahead and idle:
+            front = islice(self.free_block_queue.iter_blocks_after(None), num_ahead + BLANKS_PASSED)
+            ahead = list(islice((block for block in front if block.block_hash is not None), num_ahead))
+            for block in ahead:
+                self.free_block_queue.remove(block)
+            idle = ahead + idle
+        self.free_block_queue.put_back(idle)
 
     def unpin_blocks(self, blocks: Sequence[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Free the blocks, whose bytes stay readable until they are handed out: then `on_reuse(block)` is called.

@@ -339,16 +339,20 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         At most half of the free blocks at a time, so that the scheduler is not left without any.
         """
         side = self.store_side
-        endangered = find_endangered(side.stores, max(0, self.target_free - side.num_returning_blocks))
+        returning = side.num_returning_blocks
+        endangered = find_endangered(side.stores, max(0, self.target_free - returning))
         self.lazy_cursor_id = None if endangered.last is None else endangered.last.block_id
         side.count_unwanted(endangered)
         if not endangered.keys:
             return  # most steps
         half = max(1, side.stores.device.get_num_free_blocks() // 2)
-        others = side.copied_by_others()
-        chosen = select_endangered(side.stores, endangered, half, side.max_new_blocks, others)
+        chosen = select_endangered(
+            side.stores, endangered, half, side.max_new_blocks, side.copied_by_others()
+        )
         side.declines.cut_plans += chosen.was_cut and chosen.is_bounded
-        side.plan(chosen.candidates, None, to_front=True)
+        if chosen.candidates:
+            num_ahead = returning + endangered.found.index(chosen.candidates.blocks[-1])
+            side.plan(chosen.candidates, None, to_front=True, num_ahead=num_ahead)
 
     @in_turn
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -415,7 +419,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         self.promises.withdraw(request_id)
         self.load_side.finish_request(request_id)
         self._forget_asked(request_id)
-        if request.status is RequestStatus.FINISHED_ERROR and _has_read_nothing(request):
+        if request.status is RequestStatus.FINISHED_ERROR and request.has_read_nothing:
             self.store_side.forget_request(request_id)
         elif request.status is RequestStatus.FINISHED_ERROR:
             poisoned = self.store_side.fail_request(request)
@@ -480,20 +484,9 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         """The tally of the state hand-offs since the start."""
         return self.store_side.boundary.stats
 
-    @staticmethod
-    def _estimate_lazy_target_blocks(
-        kv_cache_config: KVCacheConfig, max_num_batched_tokens: int, cp_world_size: int = 1
-    ) -> int:
-        return estimate_lazy_target_blocks(kv_cache_config, max_num_batched_tokens, cp_world_size)
-
     @property
     def _mode(self) -> str:
         return "lazy" if self.lazy_offload else "eager"
-
-
-def _has_read_nothing(request: Request) -> bool:
-    """Whether it ended before any step of its own: others' content has no part in its error."""
-    return request.last_sched_seq < 0 and request.num_computed_tokens == 0
 
 
 __all__ = [

@@ -285,12 +285,18 @@ class StoreSide:
         limit = self._settings.max_pending_blocks
         return None if limit is None else max(0, limit - self.ledger.in_flight)
 
-    def plan(self, candidates: Candidates, request_id: str | None, *, to_front: bool = False) -> None:
-        """Lease the device blocks and stage a slot for each; the order leaves with the next `submit`."""
+    def plan(
+        self, candidates: Candidates, request_id: str | None, *, to_front: bool = False, num_ahead: int = 0
+    ) -> None:
+        """Lease the device blocks and stage a slot for each; the order leaves with the next `submit`.
+
+        ``num_ahead``: cached blocks of the queue that are handed out before these, be they idle or copied now.
+        """
         if not candidates:
             return
         owner = f"store of {request_id}" if request_id is not None else "lazy store"
         device = Lease(self.stores.device, candidates.blocks, owner, to_front=to_front)
+        device.keep_place(num_ahead)
         keys = candidates.contents
         # What goes back to the front is given last first.
         staged = self._tier.stage_for(keys, backwards=to_front)

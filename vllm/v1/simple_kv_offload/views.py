@@ -32,6 +32,7 @@ from vllm.v1.simple_kv_offload.store_policy import (
 )
 from vllm.v1.simple_kv_offload.store_side import StoreSide
 from vllm.v1.simple_kv_offload.tier import Tier
+from vllm.v1.simple_kv_offload.tier_plan import estimate_lazy_target_blocks
 from vllm.v1.simple_kv_offload.transfer import Candidate, StagedKey, Transfer, TransferState
 
 MetaByKey = dict[BlockHashWithGroupId, BlockStoreMeta]
@@ -61,6 +62,12 @@ class ManagerViews(ABC):
     @abstractmethod
     def plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         """Plan what the policy wants copied in this step."""
+
+    @staticmethod
+    def _estimate_lazy_target_blocks(
+        kv_cache_config: KVCacheConfig, max_num_batched_tokens: int, cp_world_size: int = 1
+    ) -> int:
+        return estimate_lazy_target_blocks(kv_cache_config, max_num_batched_tokens, cp_world_size)
 
     # -- the tier -----------------------------------------------------------------------------
 
