@@ -20,8 +20,9 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.simple_kv_offload.copy_backend import create_copy_backend
-from vllm.v1.simple_kv_offload.copy_backends.base import CopyResult, EventsList
-from vllm.v1.simple_kv_offload.host_buffer import aligned_zeros
+from vllm.v1.simple_kv_offload.copy_backends.base import CopyResult, EventsList, WaitEvent
+from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor, unpin_tensor
+from vllm.v1.simple_kv_offload.host_buffer import HostBuffer
 from vllm.v1.simple_kv_offload.options import DEFAULT_TRANSFER_TIMEOUT_S
 
 
@@ -48,23 +49,28 @@ class CPUOffloadingSpec(OffloadingSpec):
 
 
 class CPUOffloadingWorker(OffloadingWorker):
-    """Copies between the device's tensors and one host tensor ``[num_chunks, bytes]``, on the copy lanes of this machine."""
+    """Copies between the device's tensors and host memory of ``num_chunks`` blocks, on the copy lanes of this machine."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:
         tensors: list[torch.Tensor] = list(kv_caches.tensors)
-        refs = kv_caches.group_data_refs[0]
-        host = aligned_zeros(num_chunks, sum(ref.page_size_bytes for ref in refs))
-        self._device_regions, self._host_regions = {}, {}
-        for ref in refs:
-            (run,) = ref.mapping.runs
-            self._device_regions[str(ref.tensor_idx)] = tensors[ref.tensor_idx]
-            self._host_regions[str(ref.tensor_idx)] = host[:, run.dst_offset : run.dst_offset + run.num_bytes]
-        self._block_bytes = host.shape[1]
+        refs = {str(ref.tensor_idx): ref for ref in kv_caches.group_data_refs[0]}
         device = tensors[0].device
-        self._backend = create_copy_backend(
-            "cuda_dma" if device.type == "cuda" else "threaded", MonotonicClock(), DEFAULT_TRANSFER_TIMEOUT_S
+        is_cuda = device.type == "cuda"
+        # A tensor of its own for each of the device's: their order in a block is nobody else's business.
+        self._host = HostBuffer(
+            {name: ref.page_size_bytes for name, ref in refs.items()},
+            num_chunks,
+            pin_tensor if is_cuda else None,
+            unpin_tensor if is_cuda else None,
         )
-        self._backend.init(self._device_regions, self._host_regions, device)
+        self._block_bytes = sum(ref.page_size_bytes for ref in refs.values())
+        self._device = device if is_cuda else None
+        self._backend = create_copy_backend(
+            "cuda_dma" if is_cuda else "threaded", MonotonicClock(), DEFAULT_TRANSFER_TIMEOUT_S
+        )
+        streams = [torch.cuda.Stream(device) for _ in range(2)] if is_cuda else []
+        device_regions = {name: tensors[ref.tensor_idx] for name, ref in refs.items()}
+        self._backend.init(device_regions, self._host.regions, device, *streams)
         self._open: dict[int, tuple[EventsList, int]] = {}
 
     def submit_store(self, job_id: int, src: GPULoadStoreSpec, dst: LoadStoreSpec) -> bool:
@@ -81,7 +87,13 @@ class CPUOffloadingWorker(OffloadingWorker):
 
     def _launch(self, job_id: int, sources: list[int], targets: list[int], *, is_store: bool) -> bool:
         events: EventsList = []
-        self._backend.launch_copy(sources, targets, is_store, job_id, events)
+        mark: WaitEvent | None = None
+        if self._device is not None and not is_store:
+            # Forwards that the device was given may still read the blocks' old content.
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            mark = event
+        self._backend.launch_copy(sources, targets, is_store, job_id, events, mark)
         self._open[job_id] = (events, len(sources) * self._block_bytes)
         return True
 
@@ -108,3 +120,4 @@ class CPUOffloadingWorker(OffloadingWorker):
     def shutdown(self) -> None:
         self._backend.shutdown()
         self._open.clear()
+        self._host.close()

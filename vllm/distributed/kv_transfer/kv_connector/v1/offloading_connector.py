@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.options import (
     check_chunk,
+    check_outside_chunk,
     has_outside_spec,
     parse_native_options,
     parse_outside_options,
@@ -82,6 +83,9 @@ class OffloadingConnector(SimpleCPUOffloadConnector):
         cls, extra: Mapping[str, Any], world_size: int, kv_cache_config: KVCacheConfig | None
     ) -> OffloadOptions:
         if has_outside_spec(extra):
+            if kv_cache_config is not None:
+                groups = kv_cache_config.prefix_cacheable_groups
+                check_outside_chunk(extra, [group.kv_cache_spec.block_size for group in groups])
             return parse_outside_options(extra, world_size)
         options = parse_native_options(extra, world_size)
         if kv_cache_config is not None:

@@ -6,8 +6,10 @@ Owns what counts as the answer where there was none. It must not know what the m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import ParamSpec, TypeVar
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import TypeVar
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
@@ -27,77 +29,137 @@ from vllm.v1.kv_offload.base import (
 
 logger = init_logger(__name__)
 
-P = ParamSpec("P")
 R = TypeVar("R")
 D = TypeVar("D")
 
 
 class GuardedManager(OffloadingManager):
-    """Passes every call on. What fails is logged and counts as a miss, a refusal, or nothing; only a load that cannot be
-    prepared is told, as the exception that it is."""
+    """Passes every call on. What fails, or answers with something else than the contract says, is logged and counts as a
+    miss, a refusal, or nothing; only a load that cannot be prepared is told, as the exception that it is.
+
+    ``resets_failed``: since the last reset that went well, what was stored before may be found still.
+    """
 
     def __init__(self, manager: OffloadingManager) -> None:
         self.inner = manager
+        self.resets_failed = False
+        self._turn = _Turn(manager)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
-        return _guard(LookupResult.MISS, self.inner.lookup, key, ctx)
+        if self.resets_failed:
+            return LookupResult.MISS
+        return _guard(LookupResult.MISS, lambda: _a(LookupResult, self.inner.lookup(key, ctx)), "lookup")
 
     def prepare_load(self, keys: Collection[OffloadKey], ctx: ReqContext) -> LoadStoreSpec:
-        return self.inner.prepare_load(keys, ctx)
+        source = self.inner.prepare_load(keys, ctx)
+        if not isinstance(source, LoadStoreSpec):
+            raise TypeError(f"expected a LoadStoreSpec, got {source!r}")
+        return source
 
     def prepare_store(self, keys: Collection[OffloadKey], ctx: ReqContext) -> PrepareStoreOutput | None:
-        return _guard(None, self.inner.prepare_store, keys, ctx)
+        def prepare() -> PrepareStoreOutput | None:
+            made = self.inner.prepare_store(keys, ctx)
+            if made is None:
+                return None
+            return PrepareStoreOutput(list(made.keys_to_store), made.store_spec, list(made.evicted_keys))
+
+        return None if self.resets_failed else _guard(None, prepare, "prepare_store")
 
     def on_new_request(self, ctx: ReqContext) -> RequestOffloadingContext:
-        return _guard(RequestOffloadingContext(), self.inner.on_new_request, ctx)
+        return _guard(
+            RequestOffloadingContext(),
+            lambda: _a(RequestOffloadingContext, self.inner.on_new_request(ctx)),
+            "on_new_request",
+        )
 
     def get_load_source(self, key: OffloadKey, ctx: ReqContext) -> tuple[Medium, Locality] | None:
-        return _guard(None, self.inner.get_load_source, key, ctx)
+        return _guard(None, lambda: self.inner.get_load_source(key, ctx), "get_load_source")
 
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
-        _guard(None, self.inner.touch, keys, ctx)
+        _guard(None, lambda: self.inner.touch(keys, ctx), "touch")
 
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
-        _guard(None, self.inner.complete_load, keys, ctx)
+        _guard(None, lambda: self.inner.complete_load(keys, ctx), "complete_load")
 
     def complete_store(self, keys: Collection[OffloadKey], ctx: ReqContext, success: bool = True) -> None:
-        _guard(None, self.inner.complete_store, keys, ctx, success)
+        _guard(None, lambda: self.inner.complete_store(keys, ctx, success), "complete_store")
 
     def on_request_finished(self, ctx: ReqContext) -> None:
-        _guard(None, self.inner.on_request_finished, ctx)
+        _guard(None, lambda: self.inner.on_request_finished(ctx), "on_request_finished")
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return _guard((), lambda: tuple(self.inner.take_events()))
+        nothing: tuple[OffloadingEvent, ...] = ()
+        return _guard(nothing, lambda: tuple(map(_plain_event, self.inner.take_events())), "take_events")
 
     def on_schedule_end(self, ctx: ScheduleEndContext) -> None:
-        _guard(None, self.inner.on_schedule_end, ctx)
+        _guard(None, lambda: self.inner.on_schedule_end(ctx), "on_schedule_end")
 
     def has_pending_work(self) -> bool:
-        return _guard(False, self.inner.has_pending_work)
+        return _guard(False, lambda: bool(self.inner.has_pending_work()), "has_pending_work")
 
     def reset_cache(self) -> None:
-        _guard(None, self.inner.reset_cache)
+        self.resets_failed = True
+
+        def reset() -> None:
+            self.inner.reset_cache()
+            self.resets_failed = False
+
+        _guard(None, reset, "reset_cache")
 
     def on_reset_flushed(self) -> None:
-        _guard(None, self.inner.on_reset_flushed)
+        _guard(None, self.inner.on_reset_flushed, "on_reset_flushed")
 
     def get_stats(self) -> Figures | None:
-        return _guard(None, self.inner.get_stats)
+        return _guard(None, self.inner.get_stats, "get_stats")
 
     def config_info(self) -> Mapping[str, str]:
-        return _guard({}, self.inner.config_info)
+        nothing: Mapping[str, str] = {}
+        return _guard(nothing, lambda: dict(self.inner.config_info()), "config_info")
 
     def shutdown(self) -> None:
-        _guard(None, self.inner.shutdown)
+        _guard(None, self.inner.shutdown, "shutdown")
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        return self.inner.lock
+        """May be entered again inside, also where the manager's own may not."""
+        return self._turn
 
 
-def _guard(default: D, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | D:
+class _Turn:
+    """The manager's lock, entered by the outermost call alone."""
+
+    def __init__(self, manager: OffloadingManager) -> None:
+        self._manager = manager
+        self._depth = 0
+        self._held = ExitStack()
+
+    def __enter__(self) -> _Turn:
+        if not self._depth:
+            _guard(None, lambda: self._held.enter_context(self._manager.lock), "lock")
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            _guard(None, self._held.close, "lock")
+
+
+def _guard(default: D, call: Callable[[], R], name: str) -> R | D:
     try:
-        return method(*args, **kwargs)
+        return call()
     except Exception:  # of a module from outside
-        logger.exception("KV offload: %s of the offloading manager failed", method.__name__)
+        logger.exception("KV offload: %s of the offloading manager failed", name)
         return default
+
+
+def _a(kind: type[R], answer: R) -> R:
+    if not isinstance(answer, kind):
+        raise TypeError(f"expected {kind.__name__}, got {answer!r}")
+    return answer
+
+
+def _plain_event(event: OffloadingEvent) -> OffloadingEvent:
+    return replace(_a(OffloadingEvent, event), keys=list(event.keys))

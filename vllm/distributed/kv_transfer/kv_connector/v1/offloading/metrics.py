@@ -140,7 +140,9 @@ class OffloadPromMetrics(SimpleCPUOffloadPromMetrics):
 
     @staticmethod
     def changes_without_steps(extra: Mapping[str, Any]) -> bool:
-        return any(tier.get("disk_persist") for tier in extra.get("secondary_tiers", ()))
+        return not has_outside_spec(extra) and any(
+            tier.get("disk_persist") for tier in extra.get("secondary_tiers", ())
+        )
 
 
 def get_connector_metric_definitions() -> tuple[Definition, ...]:

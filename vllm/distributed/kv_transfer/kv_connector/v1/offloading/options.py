@@ -72,7 +72,23 @@ def parse_outside_options(extra: Mapping[str, Any], world_size: int) -> OffloadO
             f"blocks_per_chunk must be 1 with a spec of its own, got {extra['blocks_per_chunk']!r}"
         )
     prompt_only = _flag(extra, "offload_prompt_only", default=True)
-    return replace(parse_options({}, world_size), prompt_only=prompt_only, any_cacheable_group=True)
+    return replace(
+        parse_options({}, world_size),
+        # The memory is the spec's business: nothing of that is checked here.
+        cpu_bytes=0,
+        cpu_bytes_server_wide=0,
+        prompt_only=prompt_only,
+        any_cacheable_group=True,
+    )
+
+
+def check_outside_chunk(extra: Mapping[str, Any], block_sizes: Collection[int]) -> None:
+    """``ValueError`` if ``block_size`` is given and is not that of all groups (tokens): a key stands for one block."""
+    if "block_size" in extra and {_count(extra, "block_size")} != set(block_sizes):
+        raise ValueError(
+            f"block_size={extra['block_size']} must be the block size of the KV cache with a spec of its own, "
+            f"this model has {sorted(set(block_sizes))}"
+        )
 
 
 # The values come from the user's JSON, so anything may be in them.

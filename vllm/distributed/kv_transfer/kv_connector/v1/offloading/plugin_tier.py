@@ -6,7 +6,7 @@ the bytes are. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from vllm.distributed.kv_event_types import BlockStored
@@ -50,6 +50,8 @@ class MirrorPool(BlockPool):
         self.banned: dict[OffloadKey, None] = {}
         self.is_put_off = False
         """Whether the manager put off an answer during the present question."""
+        self.on_lost: Callable[[Iterable[int]], None] | None = None
+        """Hears which slots are to stand for something else, or for nothing."""
         self._manager = manager
         self._ctx = NOBODY
         self._answers: dict[OffloadKey, KVCacheBlock | None] = {}
@@ -100,11 +102,14 @@ class MirrorPool(BlockPool):
             del self.banned[next(iter(self.banned))]
 
     def _ask(self, key: OffloadKey) -> KVCacheBlock | None:
-        if key not in self._answers:
-            self._answers[key] = (
-                None if key in self.banned else self._follow(key, self._manager.lookup(key, self._ctx))
-            )
-        return self._answers[key]
+        if key in self._answers:
+            return self._answers[key]
+        found = None
+        if key not in self.banned:
+            found = self._follow(key, self._manager.lookup(key, self._ctx))
+        if self._ctx is not NOBODY:
+            self._answers[key] = found
+        return found
 
     def _follow(self, key: OffloadKey, answer: LookupResult) -> KVCacheBlock | None:
         block = self.cached_block_hash_to_block.get_one_block(key)
@@ -113,8 +118,13 @@ class MirrorPool(BlockPool):
         if answer is not LookupResult.MISS:
             self.is_put_off = True
         elif block is not None:
+            self._tell_lost(block)
             self.evict_blocks((block.block_id,))
         return None
+
+    def _tell_lost(self, block: KVCacheBlock) -> None:
+        if self.on_lost is not None:
+            self.on_lost((block.block_id,))
 
     def _keep(self, block: KVCacheBlock) -> KVCacheBlock:
         # To the end of the queue: what is found later in this search must not take it.
@@ -126,6 +136,7 @@ class MirrorPool(BlockPool):
         if self.get_num_free_blocks() <= len(self._answers):
             return None  # all slots may be those found already
         (block,) = self.get_new_blocks(1)
+        self._tell_lost(block)
         self.commit_staged(block, key, None, None)
         self.free_blocks((block,))
         return block
@@ -150,6 +161,7 @@ class PluginTier(Tier):
         """Those of them whose bytes have arrived since somebody looked."""
         super().__init__(kv_cache_config, geometry)
         self.turn = manager.lock
+        self.mirror.on_lost = self._end_guards
 
     def make_pool(self, geometry: TierGeometry) -> BlockPool:
         return self.mirror
@@ -164,7 +176,8 @@ class PluginTier(Tier):
         self._manager.touch(_keys_of(read), self.mirror.ctx)
 
     def commit(self, block: KVCacheBlock, keys: Iterable[StagedKey]) -> None:
-        arrived = [staged for staged in keys if staged.key in self.taken]
+        # What the manager did not take was stripped when the order left (`OffloadingConnectorScheduler`).
+        arrived = list(keys)
         for staged in arrived:
             self.stored.add(staged.key)
             self.mirror.banned.pop(staged.key, None)
@@ -172,7 +185,12 @@ class PluginTier(Tier):
 
     def forget(self, keys: Iterable[BlockHashWithGroupId]) -> int:
         wanted = list(keys)
-        self.mirror.ban(wanted)
+        # What is neither there nor on its way need not be remembered.
+        self.mirror.ban(
+            key
+            for key in wanted
+            if key in self.taken or self._manager.lookup(key, NOBODY) is not LookupResult.MISS
+        )
         return super().forget(wanted)
 
     def evict(self, slots: Iterable[int]) -> None:
@@ -182,7 +200,10 @@ class PluginTier(Tier):
 
     def let_go(self, keys: Iterable[OffloadKey]) -> None:
         """The manager has this content no more."""
-        super().evict(self.mirror.cached_block_hash_to_block.ids_under(list(keys)))
+        gone = list(keys)
+        for key in gone:
+            self.mirror.banned.pop(key, None)
+        super().evict(self.mirror.cached_block_hash_to_block.ids_under(gone))
 
     def invalidate(self) -> int:
         self.mirror.banned.clear()

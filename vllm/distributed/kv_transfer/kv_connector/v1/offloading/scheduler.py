@@ -128,6 +128,9 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
     ) -> None:
         self.spec = spec
         self.config = SchedulerOffloadConfig.from_spec(spec, vllm_config, kv_cache_config)
+        extra = spec.config.extra_config
+        self._metrics = spec.build_metric_definitions(extra)
+        self._info_keys = tuple(spec.config_info_keys(extra))
         self.manager = GuardedManager(spec.get_manager())
         self.tracker = OffloadingEventsTracker(
             {group.group_id: group.event_spec for group in self.config.groups},
@@ -150,6 +153,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         self._requests: dict[str, RequestOffloadState] = {}
         # Ended ones whose last stores have not left yet.
         self._ended: dict[str, RequestOffloadState] = {}
+        # Those that are stored as a whole.
+        self._whole: dict[str, None] = {}
         self._next_job = 0
         self._open_stores: dict[int, list[tuple[ReqContext, list[OffloadKey]]]] = {}
         self._open_loads: dict[str, tuple[ReqContext, list[OffloadKey]]] = {}
@@ -209,6 +214,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
             ctx = _context(request)
             state = RequestOffloadState(ctx, self.manager.on_new_request(ctx).policy)
             self._requests[request.request_id] = state
+            if state.policy is OffloadPolicy.REQUEST_LEVEL:
+                self._whole[request.request_id] = None
         return state
 
     # -- one step -----------------------------------------------------------------------------
@@ -232,8 +239,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
 
     def _hold_back_whole_requests(self) -> None:
         """Those that are stored as a whole have nothing to store before their end."""
-        for request_id, state in self._requests.items():
-            if state.policy is OffloadPolicy.REQUEST_LEVEL and request_id in self.store_side.states:
+        for request_id in self._whole:
+            if request_id in self.store_side.states:
                 self.store_side.states[request_id].quiet_below = sys.maxsize
 
     def _add_load_jobs(self, metadata: OffloadingConnectorMetadata) -> None:
@@ -241,6 +248,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
             for req_id in req_ids:
                 request, ctx = self.load_side.loads[req_id].request, self._context_of(req_id)
                 slots = metadata.load_cpu_blocks[part]
+                if not slots:
+                    continue  # it needs nothing of what it was promised
                 keys = [key for slot in slots if (key := self.tier.pool.blocks[slot].block_hash) is not None]
                 source = self._source(keys, len(slots), ctx)
                 if source is not None:
@@ -263,10 +272,19 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
             req_id = transfer.request_id or ""
             ctx = self._context_of(req_id)
             job = self._store_job(transfer, req_id, ctx)
+            taken = () if job is None else frozenset(job[1])
+            self._give_up_rest(transfer, taken)
             if job is not None:
                 metadata.store_jobs[self._new_job()] = job[0]
                 self.plugin_tier.taken.update(job[1])
                 self._open_stores.setdefault(event, []).append((ctx, job[1]))
+
+    def _give_up_rest(self, transfer: Transfer, taken: Collection[OffloadKey]) -> None:
+        """Of a transfer the manager took these keys: its targets get no other."""
+        rest = {key for key in transfer.keys.all_keys() if key not in taken}
+        if rest:
+            transfer.strip(rest)
+            self.store_side.in_flight.difference_update(rest)
 
     def _store_job(
         self, transfer: Transfer, req_id: str, ctx: ReqContext
@@ -276,9 +294,11 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         for block, key, row in zip(
             transfer.device_blocks, transfer.keys.primary_keys, transfer.keys, strict=True
         ):
-            if key is not None:
+            if key is not None and key not in self.plugin_tier.taken:
                 sources[key] = block.block_id
                 self.tracker.describe(key, row[0].info)
+        if not sources:
+            return None
         offered = sorted(sources, key=lambda key: self._places[get_offload_group_idx(key)])
         prepared = self.manager.prepare_store(offered, ctx)
         if prepared is None:
@@ -368,6 +388,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         """The request ended; its last stores leave with the next step."""
         answer = super().request_finished_all_groups(request, block_ids)
         state = self._requests.pop(request.request_id, None)
+        self._whole.pop(request.request_id, None)
         if state is not None:
             self._ended[request.request_id] = state
             self.manager.on_request_finished(state.ctx)
@@ -385,7 +406,11 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         self.manager.reset_cache()
         self._is_flushing = True
         self._complete()
-        return done
+        for request_id in self._whole:
+            # Known again at once: else the next step would store what is full of them.
+            if request_id in self.store_side.requests:
+                self.store_side.track(self.store_side.requests[request_id])
+        return done and not self.manager.resets_failed
 
     @in_turn
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -395,18 +420,23 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         self.tracker.keep_only(self.plugin_tier.taken)
         return events
 
+    @in_turn
     def add_figures(self, stats: SimpleCPUOffloadStats) -> None:
         """Add the manager's own figures since the last call."""
-        extra = self.spec.config.extra_config
         info = self.manager.config_info()
-        labels = [str(info.get(key, "")) for key in self.spec.config_info_keys(extra)]
+        labels = [str(info.get(key, "")) for key in self._info_keys]
         stats.set_gauge(SPEC_INFO, 1, (type(self.spec).__name__, *labels))
-        add_figures(stats, self.manager.get_stats() or {}, self.spec.build_metric_definitions(extra))
+        try:
+            add_figures(stats, self.manager.get_stats() or {}, self._metrics)
+        except Exception:  # what a module from outside has handed over
+            logger.exception("KV offload: figures of the offloading manager cannot be read")
 
+    @in_turn
     def has_pending_work(self) -> bool:
         """Also what the manager has to do."""
         return super().has_pending_work() or self.manager.has_pending_work()
 
+    @in_turn
     def shutdown(self) -> None:
         """End the manager. Idempotent."""
         self.manager.shutdown()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     Figures,
     OffloadingCounterMetadata,
@@ -17,6 +18,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingSpec,
 )
 from vllm.v1.simple_kv_offload.metrics import Definition, SimpleCPUOffloadStats
+
+logger = init_logger(__name__)
 
 SPEC_INFO = "vllm:kv_offload_spec_info"
 _KINDS: dict[type[OffloadingMetricMetadata], str] = {
@@ -50,13 +53,20 @@ def spec_definitions(
 def add_figures(
     stats: SimpleCPUOffloadStats, figures: Figures, kinds: Mapping[str, OffloadingMetricMetadata]
 ) -> None:
-    """Add what a manager has counted. A metric that its spec has not defined is left out."""
+    """Add what a manager has counted. A metric that its spec has not defined, or not with such labels, is left out."""
     for name, values in figures.items():
         about = kinds.get(name)
+        if about is None:
+            logger.warning_once("KV offload: the offloading spec has not defined the metric %s", name)
+            continue
         for labels, value in values.items():
-            if isinstance(about, OffloadingHistogramMetadata):
-                stats.observe(name, [value] if isinstance(value, int | float) else value, labels)
-            elif isinstance(value, int | float) and isinstance(about, OffloadingGaugeMetadata):
-                stats.set_gauge(name, value, labels)
-            elif isinstance(value, int | float) and about is not None:
-                stats.increase_counter(name, value, labels)
+            if len(labels) != len(about.labelnames):
+                logger.warning_once("KV offload: metric %s has the labels %s", name, about.labelnames)
+            elif isinstance(about, OffloadingHistogramMetadata):
+                observed = [value] if isinstance(value, int | float) else value
+                stats.observe(name, map(float, observed), tuple(map(str, labels)))
+            elif isinstance(value, int | float):
+                add = (
+                    stats.set_gauge if isinstance(about, OffloadingGaugeMetadata) else stats.increase_counter
+                )
+                add(name, value, tuple(map(str, labels)))

@@ -5,6 +5,7 @@ Owns the way from orders to jobs, and from the ends of jobs to reports. It must 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -40,9 +41,11 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 from vllm.v1.simple_kv_offload.regions import LayerCache, device_regions
 from vllm.v1.simple_kv_offload.timing import StepTimer
-from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
+from vllm.v1.simple_kv_offload.worker import DRAIN_POLL_S, SimpleCPUOffloadWorker
 
 logger = init_logger(__name__)
+FLUSH_TIMEOUT_S = 5.0
+"""How long a worker that has waited for its jobs may take to tell that they have ended."""
 
 
 def canonical_caches(regions: dict[str, torch.Tensor], num_groups: int) -> CanonicalKVCaches:
@@ -89,9 +92,10 @@ class JobMover(CopyBackend):
     ) -> None:
         result = CopyResult()
         events_list.append((event_idx, result))
+        jobs: dict[int, TransferJob] = {}
         if is_store:
-            jobs, self._stores = self._stores, {}
-        else:
+            jobs, self._stores = self._stores, jobs
+        elif src_blocks:
             jobs = dict([self._loads.popleft()])
         result.begin()
         self._missing[result] = len(jobs)
@@ -105,12 +109,17 @@ class JobMover(CopyBackend):
     def _submit_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for event, jobs, result in waiting:
-            event.synchronize()
+            try:
+                event.synchronize()
+            except RuntimeError as error:  # of the device: what it was to compute did not come about
+                logger.error("KV offload: the device did not get as far as a store's blocks: %s", error)
+                jobs = {job_id: TransferJob(job.req_id, None, None) for job_id, job in jobs.items()}
             self._submit(jobs, result, is_store=True)
 
     def _submit(self, jobs: dict[int, TransferJob], result: CopyResult, *, is_store: bool) -> None:
-        for job_id, job in jobs.items():
+        for job_id in jobs:
             self._open[job_id] = (is_store, result)
+        for job_id, job in jobs.items():
             if not self._start(job_id, job, is_store=is_store):
                 self._finish(TransferResult(job_id, success=False))
 
@@ -120,9 +129,9 @@ class JobMover(CopyBackend):
             return False
         try:
             if isinstance(source, GPULoadStoreSpec) and is_store:
-                return self._worker.submit_store(job_id, source, target)
+                return bool(self._worker.submit_store(job_id, source, target))
             if isinstance(target, GPULoadStoreSpec):
-                return self._worker.submit_load(job_id, source, target, job.sync)
+                return bool(self._worker.submit_load(job_id, source, target, job.sync))
         except Exception:  # of a module from outside
             logger.exception("KV offload: job %d of request %s could not be started", job_id, job.req_id)
         return False
@@ -130,7 +139,7 @@ class JobMover(CopyBackend):
     def check_health(self) -> None:
         """Hear of what has ended."""
         try:
-            ended = self._worker.get_finished()
+            ended = [TransferResult(*_plain(result)) for result in self._worker.get_finished()]
         except Exception:  # of a module from outside; what it has not told may be told later
             logger.exception("KV offload: the worker could not say which jobs have ended")
             return
@@ -170,18 +179,45 @@ class JobMover(CopyBackend):
         return report
 
     def flush(self) -> None:
-        """Wait for all jobs."""
+        """Wait for all jobs; what is not told as ended `FLUSH_TIMEOUT_S` after the wait ends as failed."""
         self._submit_waiting()
-        self._worker.wait(tuple(self._open))
+        if not self._open:
+            return
+        try:
+            self._worker.wait(tuple(self._open))
+        except Exception:  # of a module from outside
+            logger.exception("KV offload: the worker could not wait for its jobs")
+        end = time.monotonic() + FLUSH_TIMEOUT_S
         self.check_health()
+        while self._open and time.monotonic() < end:
+            time.sleep(DRAIN_POLL_S)
+            self.check_health()
+        for job_id in list(self._open):
+            logger.error("KV offload: job %d has not ended although it was waited for", job_id)
+            self._finish(TransferResult(job_id, success=False))
 
     def shutdown(self) -> None:
-        self._worker.shutdown()
+        try:
+            self._worker.shutdown()
+        except Exception:  # of a module from outside
+            logger.exception("KV offload: the worker could not be shut down")
         for result in list(self._missing):
             result.resolve(CopyError("the offloading worker was shut down"))
         self._missing.clear()
+        self._failed.clear()
         self._open.clear()
         self._waiting.clear()
+
+
+# Whatever a module from outside has handed over.
+def _plain(result: TransferResult) -> tuple[int, bool, int | None, float | None]:
+    size, seconds = result.transfer_size, result.transfer_time
+    return (
+        int(result.job_id),
+        bool(result.success),
+        None if size is None else int(size),
+        None if seconds is None else float(seconds),
+    )
 
 
 class OffloadingConnectorWorker(SimpleCPUOffloadWorker):
@@ -221,3 +257,7 @@ class OffloadingConnectorWorker(SimpleCPUOffloadWorker):
         if self._mover is not None:
             self._mover.flush()
         super().drain()
+
+    def shutdown(self) -> None:
+        self._mover = None
+        super().shutdown()
