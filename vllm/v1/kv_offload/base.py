@@ -76,7 +76,10 @@ class LookupResult(Enum):
 
 
 class OffloadPolicy(Enum):
-    """When a request's content is offered for storing: block by block, or all of it when the request ends."""
+    """When a request's content is offered for storing: block by block, or all of it when the request ends.
+
+    What it would lose before that (it is preempted, or a state gives way to a later one) is offered then.
+    """
 
     CHUNK_LEVEL = auto()
     REQUEST_LEVEL = auto()
@@ -261,7 +264,8 @@ class OffloadingManager(ABC):
     """Knows what is kept below the device, in the scheduler's process.
 
     Between ``prepare_store`` and ``complete_store`` content cannot be found; between ``prepare_load`` and ``complete_load``
-    it must not go away. All calls come from one thread, inside ``lock``.
+    it must not go away. All calls come from one thread, inside ``lock``, which is entered once and need not be one that
+    may be entered again. An exception counts as a miss, a refusal, or nothing.
     """
 
     @abstractmethod
@@ -281,7 +285,10 @@ class OffloadingManager(ABC):
         """A request is looked up for the first time."""
 
     def get_load_source(self, key: OffloadKey, ctx: ReqContext) -> tuple[Medium, Locality] | None:
-        """Where the content would be loaded from; None if that cannot be said."""
+        """Where the content would be loaded from; None if that cannot be said.
+
+        Nobody asks yet: usage figures call whatever a spec loads host memory.
+        """
         return None
 
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
@@ -315,7 +322,8 @@ class OffloadingManager(ABC):
     def reset_cache(self) -> None:
         """Nothing of what is stored now may be found any more.
 
-        What was prepared and not completed never will be: its memory is in use until ``on_reset_flushed``.
+        What was prepared and not completed never will be: its memory is in use until ``on_reset_flushed``. After an
+        exception the manager is not asked, nor offered anything, until a later reset goes well.
         """
         return
 
@@ -366,7 +374,7 @@ class OffloadingWorker(ABC):
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended since the last call, each told once."""
+        """Jobs that have ended since the last call. Each that was started is told once; blocks are held until then."""
 
     @abstractmethod
     def wait(self, job_ids: Collection[int]) -> None:

@@ -38,6 +38,8 @@ class OffloadingEventsTracker:
         self._self_describing = self_describing
         self._infos: dict[OffloadKey, StoredBlockInfo] = {}
         self._told: dict[tuple[OffloadKey, str], BlockStored] = {}
+        # Told before a reset: if the manager does not say that it went, this does.
+        self._void: dict[tuple[OffloadKey, str], BlockStored] = {}
 
     def describe(self, key: OffloadKey, info: StoredBlockInfo | None) -> None:
         """Content that is being stored under this key stands for these tokens."""
@@ -60,6 +62,10 @@ class OffloadingEventsTracker:
         for event in events:
             for key in event.keys:
                 converted.append(self._removed(key, event) if event.removed else self._stored(key, event))
+        void, self._void = self._void, {}
+        for (key, medium), told in void.items():
+            event = OffloadingEvent([key], medium, True, told.locality, told.ownership)
+            converted.append(self._removed(key, event))
         return converted
 
     def present(self) -> list[BlockStored]:
@@ -68,6 +74,7 @@ class OffloadingEventsTracker:
 
     def clear(self) -> None:
         """Nothing of it is there any more."""
+        self._void |= self._told
         self._told.clear()
 
     def _stored(self, key: OffloadKey, event: OffloadingEvent) -> BlockStored:
@@ -91,10 +98,12 @@ class OffloadingEventsTracker:
             ownership=event.ownership,
         )
         self._told[key, event.medium] = told
+        self._void.pop((key, event.medium), None)
         return told
 
     def _removed(self, key: OffloadKey, event: OffloadingEvent) -> BlockRemoved:
         self._told.pop((key, event.medium), None)
+        self._void.pop((key, event.medium), None)
         return BlockRemoved(
             block_hashes=[maybe_convert_block_hash(get_offload_block_hash(key))],
             medium=event.medium,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 
 from vllm.distributed.kv_event_types import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
@@ -28,6 +29,8 @@ from vllm.v1.simple_kv_offload.transfer import StagedKey
 
 BANNED_MAX = 65_536
 """Keys that are remembered as unusable; the oldest are asked for again."""
+FAILED_LOAD_BAN_S = 60.0
+"""How long content is not asked for after a load of it has failed: else its request would try again at once, for ever."""
 NOBODY = ReqContext("")
 
 
@@ -47,7 +50,9 @@ class MirrorPool(BlockPool):
             medium=geometry.medium,
             make_free_queue=eviction_queue(geometry.eviction_policy),
         )
-        self.banned: dict[OffloadKey, None] = {}
+        self.banned: dict[OffloadKey, float] = {}
+        """Keys that are not asked for, and until when."""
+        self.now = 0.0
         self.is_put_off = False
         """Whether the manager put off an answer during the present question."""
         self.on_lost: Callable[[Iterable[int]], None] | None = None
@@ -57,9 +62,9 @@ class MirrorPool(BlockPool):
         self._answers: dict[OffloadKey, KVCacheBlock | None] = {}
 
     @contextmanager
-    def asking(self, ctx: ReqContext) -> Iterator[None]:
-        """Searches inside are made for this request; the manager hears of each key once."""
-        self._ctx, self.is_put_off = ctx, False
+    def asking(self, ctx: ReqContext, now: float) -> Iterator[None]:
+        """Searches inside are made for this request at this time; the manager hears of each key once."""
+        self._ctx, self.is_put_off, self.now = ctx, False, now
         try:
             yield
         finally:
@@ -94,10 +99,10 @@ class MirrorPool(BlockPool):
                 run.append(block)
         return runs
 
-    def ban(self, keys: Iterable[OffloadKey]) -> None:
+    def ban(self, keys: Iterable[OffloadKey], until: float = inf) -> None:
         """Content under these keys is not to be trusted, and the manager cannot be told."""
         for key in keys:
-            self.banned[key] = None
+            self.banned[key] = max(until, self.banned.get(key, until))
         while len(self.banned) > BANNED_MAX:
             del self.banned[next(iter(self.banned))]
 
@@ -105,7 +110,7 @@ class MirrorPool(BlockPool):
         if key in self._answers:
             return self._answers[key]
         found = None
-        if key not in self.banned:
+        if not self.banned or self.banned.get(key, 0.0) <= self.now:
             found = self._follow(key, self._manager.lookup(key, self._ctx))
         if self._ctx is not NOBODY:
             self._answers[key] = found
@@ -195,7 +200,8 @@ class PluginTier(Tier):
 
     def evict(self, slots: Iterable[int]) -> None:
         chosen = list(slots)
-        self.mirror.ban(_keys_of(self.mirror.blocks[slot] for slot in chosen))
+        keys = _keys_of(self.mirror.blocks[slot] for slot in chosen)
+        self.mirror.ban(keys, self.mirror.now + FAILED_LOAD_BAN_S)
         super().evict(chosen)
 
     def let_go(self, keys: Iterable[OffloadKey]) -> None:

@@ -179,7 +179,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
     ) -> tuple[int | None, bool]:
         """As for every tier; ``None`` also while the manager puts off its answer, for `WAIT_MAX_S` at most."""
         state = self._follow(request)
-        with self.plugin_tier.mirror.asking(state.ctx):
+        with self.plugin_tier.mirror.asking(state.ctx, self.clock.monotonic()):
             found = super().get_num_new_matched_tokens(request, num_computed_tokens)
             if found[0] is None or not self.plugin_tier.mirror.is_put_off:
                 return found
@@ -195,7 +195,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
     def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """What the manager says to have; nothing is promised."""
         state = self._requests.get(request.request_id)
-        with self.plugin_tier.mirror.asking(_context(request) if state is None else state.ctx):
+        ctx = _context(request) if state is None else state.ctx
+        with self.plugin_tier.mirror.asking(ctx, self.clock.monotonic()):
             return super().peek_matched_tokens(request, num_computed_tokens)
 
     @in_turn
@@ -205,7 +206,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         """The request was admitted."""
         state = self._follow(request)
         state.put_off_since = None
-        with self.plugin_tier.mirror.asking(state.ctx):
+        with self.plugin_tier.mirror.asking(state.ctx, self.clock.monotonic()):
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def _follow(self, request: Request) -> RequestOffloadState:

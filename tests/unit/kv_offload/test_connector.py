@@ -1,0 +1,453 @@
+"""`OffloadingConnector` with a spec from outside: what its manager and workers are asked, and what their faults cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tests.helpers.offload_rig import Rig, full, mamba, prompt, ring, window
+from tests.helpers.scripted_offload import Script, new_script, scripted
+from vllm.distributed.kv_event_types import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.plugin_tier import FAILED_LOAD_BAN_S
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    WAIT_MAX_S,
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy, PrepareStoreOutput, get_offload_group_idx
+from vllm.v1.request import Request
+
+TOKENS = prompt(22)  # five full blocks of four tokens, of which a later request can use all
+MANAGER_METHODS = (
+    "lookup", "prepare_load", "prepare_store", "on_new_request", "touch", "complete_load", "complete_store",
+    "on_request_finished", "take_events", "on_schedule_end", "has_pending_work", "on_reset_flushed", "get_stats",
+    "config_info", "shutdown",
+)  # fmt: skip
+WORKER_METHODS = ("submit_store", "submit_load", "get_finished", "wait", "worker_shutdown")
+
+
+def make(specs: Any = (), *, options: dict[str, Any] | None = None, **changes: Any) -> Rig:
+    rig = Rig(specs, connector_config=scripted(**(options or {})), held=False, **changes)
+    rig.manager.clock = rig.clock
+    return rig
+
+
+def half(rig: Rig) -> OffloadingConnectorScheduler:
+    manager = rig.manager
+    assert isinstance(manager, OffloadingConnectorScheduler)
+    return manager
+
+
+def settle(rig: Rig, script: Script) -> None:
+    for _ in range(50):
+        if not rig.manager.has_pending_work():
+            break
+        rig.step()
+    rig.assert_at_rest()
+    script.manager.assert_at_rest()
+
+
+def stored(rig: Rig, script: Script) -> Request:
+    """A request whose content is in the manager and no more on the device."""
+    request = rig.generate(TOKENS)
+    settle(rig, script)
+    rig.evict_device()
+    return request
+
+
+def test_what_is_stored_comes_back() -> None:
+    script = new_script()
+    rig = make()
+    stored(rig, script)
+    assert len(script.manager.ready) == 5
+    again = rig.generate(TOKENS)
+    assert again.num_cached_tokens == 20
+    (job,) = [job for job in script.workers[0].all_jobs.values() if not job.is_store]
+    assert (job.blocks.group_sizes, job.blocks.block_indices) == ((5,), (0,))
+    settle(rig, script)
+
+
+@pytest.mark.parametrize("answer", [LookupResult.RETRY, LookupResult.HIT_PENDING])
+def test_a_put_off_answer_is_waited_for_so_long_and_no_longer(answer: LookupResult) -> None:
+    script = new_script()
+    rig = make()
+    stored(rig, script)
+    last = list(script.manager.ready)[2]
+    script.answer = lambda key: answer if key == last else None
+    request = rig.add(TOKENS)
+    for _ in range(3):
+        rig.step()
+    assert not request.num_computed_tokens
+    assert not rig.steps[-1].num_scheduled_tokens
+    rig.clock.now += WAIT_MAX_S / 2
+    rig.step()
+    assert not request.num_computed_tokens
+    rig.clock.now += WAIT_MAX_S / 2
+    rig.run()
+    rig.check_output(request)
+    assert request.num_cached_tokens == 8
+    settle(rig, script)
+
+
+def test_an_answer_that_comes_while_it_is_waited_for_is_used() -> None:
+    script = new_script()
+    rig = make()
+    stored(rig, script)
+    script.answer = lambda key: LookupResult.RETRY
+    request = rig.add(TOKENS)
+    rig.step()
+    rig.clock.now += WAIT_MAX_S - 0.1
+    script.answer = lambda key: None
+    rig.run()
+    assert request.num_cached_tokens == 20
+    # The next one has its own time.
+    script.answer = lambda key: LookupResult.RETRY
+    rig.evict_device()
+    later = rig.add(TOKENS)
+    rig.step()
+    assert not rig.steps[-1].num_scheduled_tokens
+    script.answer = lambda key: None
+    rig.run()
+    assert later.num_cached_tokens == 20
+    settle(rig, script)
+
+
+@pytest.mark.parametrize("name", [*MANAGER_METHODS, *WORKER_METHODS])
+def test_an_exception_never_ends_the_engine(name: str) -> None:
+    script = new_script(raises={name})
+    rig = make(events=True)
+    for _ in range(2):
+        request = rig.add(TOKENS)
+        for _ in range(12):
+            rig.clock.now += WAIT_MAX_S
+            rig.step()
+        assert request.is_finished()
+        rig.check_output(request)
+        if not rig.manager.has_pending_work():
+            rig.evict_device()
+        rig.connector.get_kv_connector_stats()
+    rig.scheduler.reset_prefix_cache(False, True)
+    rig.close()
+    rig.connector.shutdown()
+    assert script.calls[name] or name in ("submit_load", "prepare_load", "touch", "complete_load", "wait")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("lookup", True),
+        ("lookup", None),
+        ("prepare_load", None),
+        ("prepare_store", ["x"]),
+        ("prepare_store", PrepareStoreOutput(None, None, None)),  # type: ignore[arg-type]
+        ("on_new_request", None),
+        ("take_events", [None]),
+        ("get_stats", {"vllm:shelf_fill": 3}),
+        ("get_stats", {"vllm:shelf_lookups_total": {(): 1}}),
+        ("config_info", None),
+    ],
+)
+def test_an_answer_of_another_kind_costs_no_more_than_an_exception(name: str, answer: Any) -> None:
+    script = new_script()
+    rig = make(events=True)
+    stored(rig, script)
+    script.answers = {name: answer}
+    rig.generate(TOKENS)
+    rig.connector.get_kv_connector_stats()
+    script.answers = {}
+    settle(rig, script)
+
+
+@pytest.mark.parametrize("how", ["raises", "refuses", "fails"])
+def test_a_load_that_fails_is_computed_and_not_tried_again_soon(how: str) -> None:
+    script = new_script()
+    rig = make()
+    stored(rig, script)
+    if how == "raises":
+        script.raises = {"prepare_load"}
+    else:
+        setattr(script, how, lambda: True)
+    request = rig.generate(TOKENS)
+    assert not script.manager.script.errors
+    script.raises, script.refuses, script.fails = set(), lambda: False, lambda: False
+    settle(rig, script)
+    rig.evict_device()
+    before = script.calls["prepare_load"]
+    assert rig.generate(TOKENS).num_cached_tokens == 0
+    assert script.calls["prepare_load"] == before
+    settle(rig, script)
+    rig.evict_device()
+    rig.clock.now += FAILED_LOAD_BAN_S
+    assert rig.generate(TOKENS).num_cached_tokens == 20
+    rig.check_output(request)
+    settle(rig, script)
+
+
+def test_one_of_two_loads_of_a_step_that_cannot_be_prepared_fails_alone() -> None:
+    script = new_script()
+    rig = make()
+    first, second = prompt(22, 1), prompt(22, 2)
+    for tokens in (first, second):
+        rig.generate(tokens)
+    settle(rig, script)
+    rig.evict_device()
+    original = script.manager.prepare_load
+
+    def prepare(keys: Any, ctx: Any) -> Any:
+        if ctx.req_id == "bad":
+            raise KeyError("gone")
+        return original(keys, ctx)
+
+    script.manager.prepare_load = prepare  # type: ignore[method-assign]
+    bad, good = rig.add(first, request_id="bad"), rig.add(second, request_id="good")
+    rig.run()
+    assert (good.num_cached_tokens, bad.num_cached_tokens) == (20, 0)
+    settle(rig, script)
+
+
+@pytest.mark.parametrize(
+    ("choose", "count"),
+    [
+        (lambda keys: keys, 5),
+        (lambda keys: keys[1::2], 2),
+        (lambda keys: [], 0),
+        (lambda keys: keys[::-1], 0),
+        (lambda keys: [*keys[:1], b"not offered" + bytes(30)], 0),
+        (lambda keys: [keys[0], keys[0]], 0),
+    ],
+    ids=["all", "some", "none", "backwards", "strange", "twice"],
+)
+def test_what_the_manager_takes_is_stored_and_no_more(choose: Callable[[Any], Any], count: int) -> None:
+    script = new_script(choose=choose)
+    rig = make()
+    rig.generate(TOKENS)
+    for _ in range(5):
+        rig.step()
+    assert len(script.manager.ready) == count
+    rig.assert_at_rest()
+    assert not script.manager.storing
+    rig.evict_device()
+    rig.generate(TOKENS)
+
+
+def test_room_is_made_by_eviction_and_what_went_is_not_found() -> None:
+    script = new_script(capacity=6)
+    rig = make()
+    rig.generate(prompt(22, 1))
+    settle(rig, script)
+    rig.generate(prompt(22, 2))
+    settle(rig, script)
+    assert len(script.manager.ready) == 6
+    rig.evict_device()
+    assert rig.generate(prompt(22, 2)).num_cached_tokens == 20
+    assert rig.generate(prompt(22, 1)).num_cached_tokens == 0
+    settle(rig, script)
+
+
+@pytest.mark.parametrize("how", ["refuses", "fails"])
+def test_a_store_that_fails_is_told_and_not_found(how: str) -> None:
+    script = new_script()
+    setattr(script, how, lambda: True)
+    rig = make()
+    rig.generate(TOKENS)
+    settle(rig, script)
+    assert not script.manager.ready
+    told = [entry[2] for entry in script.log if entry[0] == "complete_store"]
+    assert told
+    assert not any(told)
+
+
+def test_a_request_that_ends_in_an_error_bans_what_it_stored() -> None:
+    script = new_script()
+    rig = make()
+    request = rig.add(TOKENS, 8)
+    for _ in range(3):
+        rig.step()
+    assert script.manager.ready
+    rig.step(nan=[request.request_id])
+    settle(rig, script)
+    assert script.manager.ready
+    assert half(rig).plugin_tier.mirror.banned.keys() == script.manager.ready.keys()
+    rig.clock.now += 10 * FAILED_LOAD_BAN_S
+    rig.evict_device()
+    assert rig.generate(TOKENS).num_cached_tokens == 0
+    assert not script.calls["prepare_load"]
+    settle(rig, script)
+    # Once the manager has let go of it, it is stored anew and used.
+    script.manager.drop(list(script.manager.ready))
+    rig.evict_device()
+    rig.generate(TOKENS)
+    settle(rig, script)
+    rig.evict_device()
+    assert rig.generate(TOKENS).num_cached_tokens == 20
+
+
+@pytest.mark.parametrize(("resets", "count"), [(False, 7), (True, 1)])
+def test_whole_requests_are_stored_at_their_end(resets: bool, count: int) -> None:
+    script = new_script(policy=OffloadPolicy.REQUEST_LEVEL)
+    rig = make(options={"offload_prompt_only": False})
+    request = rig.add(TOKENS, 10)
+    for _ in range(6):
+        rig.step()
+    if resets:
+        rig.scheduler.reset_prefix_cache(False, True)
+    rig.step()
+    assert not script.calls["prepare_store"]
+    rig.run()
+    settle(rig, script)
+    (offer,) = [entry for entry in script.log if entry[0] == "prepare_store"]
+    assert offer[2] == request.request_id
+    assert len(offer[1]) == len(script.manager.ready) == count
+
+
+def test_a_reset_during_copies_voids_them_and_is_flushed_once_they_ended() -> None:
+    script = new_script()
+    rig = make()
+    stored(rig, script)
+    rig.add(TOKENS)
+    rig.add(prompt(22, 7))
+    rig.step(copies=False)
+    rig.step(copies=False)
+    assert half(rig)._open_loads
+    assert half(rig)._open_stores
+    assert not rig.connector.reset_cache()
+    assert (script.calls["reset_cache"], script.calls["on_reset_flushed"]) == (1, 0)
+    rig.run()
+    settle(rig, script)
+    assert script.calls["on_reset_flushed"] == 1
+    rig.evict_device()
+
+
+def test_after_a_reset_that_failed_nothing_old_is_found() -> None:
+    script = new_script()
+    rig = make()
+    stored(rig, script)
+    script.raises = {"reset_cache"}
+    assert rig.connector.reset_cache() is False
+    script.raises = set()
+    assert rig.generate(TOKENS).num_cached_tokens == 0
+    settle(rig, script)
+    assert rig.connector.reset_cache() is True
+    rig.evict_device()
+    assert rig.generate(TOKENS).num_cached_tokens == 0
+    settle(rig, script)
+    rig.evict_device()
+    assert rig.generate(TOKENS).num_cached_tokens == 20
+
+
+def test_an_aborted_load_is_not_prepared_before_it_was_ordered_and_completed_after() -> None:
+    script = new_script()
+    rig = make()
+    stored(rig, script)
+    request = rig.add(TOKENS)
+    rig.step(copies=False)
+    assert script.calls["prepare_load"] == 1
+    rig.abort(request)
+    rig.run()
+    settle(rig, script)
+    assert script.calls["complete_load"] == 1
+    # Orders of a step that fails before the workers see them end as failed.
+    rig.add(TOKENS)
+    rig.fail_step()
+    rig.run()
+    settle(rig, script)
+
+
+def test_all_layer_groups_take_part_with_exact_positions() -> None:
+    script = new_script()
+    rig = make([ring(6), full(), window(), mamba()], device_blocks=64)
+    stored(rig, script)
+    places = half(rig).config.groups
+    assert [group.group_id for group in places] == [1, 2, 3]
+    (config, *_) = script.configs
+    assert [(g.group_id, g.tokens_per_block, g.sliding_window_size_in_chunks) for g in config.groups] == [
+        (1, 4, None), (2, 4, 2), (3, 4, 1),
+    ]  # fmt: skip
+    rig.generate(TOKENS)
+    (job,) = [job for job in script.workers[0].all_jobs.values() if not job.is_store]
+    assert (job.blocks.group_sizes, job.blocks.block_indices) == ((5, 2, 1), (0, 3, 4))
+    (load,) = [entry for entry in script.log if entry[0] == "prepare_load"]
+    assert [get_offload_group_idx(key) for key in load[1]] == [1] * 5 + [2] * 2 + [3]
+    for job in script.workers[0].all_jobs.values():
+        assert len(job.blocks.group_sizes) == 3
+    settle(rig, script)
+
+
+def metric_types(registry: CollectorRegistry) -> dict[Any, Any]:
+    return {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+
+
+def test_figures_reach_the_metrics_page() -> None:
+    script = new_script(capacity=33)
+    rig = make()
+    rig.connector.get_kv_connector_stats()
+    stored(rig, script)
+    registry = CollectorRegistry()
+    sink = OffloadingConnector.build_prom_metrics(rig.config, metric_types(registry), ["engine"], {0: ["0"]})
+    stats = rig.connector.get_kv_connector_stats()
+    assert stats is not None
+    sink.observe(stats.data)
+    page = generate_latest(registry).decode()
+    for line in (
+        'vllm:kv_offload_spec_info{engine="0",shelves="33",spec_name="ScriptedSpec"} 1.0',
+        'vllm:shelf_lookups_total{engine="0",kind="some"} 2.0',
+        'vllm:shelf_fill{engine="0"} 0.5',
+        'vllm:shelf_waits_bucket{engine="0",le="1.0"} 1.0',
+        'vllm:shelf_waits_bucket{engine="0",le="+Inf"} 2.0',
+    ):
+        assert line in page
+    assert "shelf_unknown" not in page
+
+
+@pytest.mark.parametrize("describes", [False, True])
+def test_events_are_the_managers(describes: bool) -> None:
+    script = new_script()
+    rig = make(events=True, options={"self_describing_kv_events": describes})
+    rig.generate(TOKENS)
+    settle(rig, script)
+    rig.step()
+    mine = [event for event in rig.publisher.events if getattr(event, "medium", None) == "SHELF"]
+    assert len(mine) == 5
+    for place, event in enumerate(mine):
+        assert isinstance(event, BlockStored)
+        assert (event.locality, event.ownership, event.group_idx) == ("REMOTE", "me", 0)
+        assert event.kv_cache_spec_kind == "full_attention"
+        assert event.token_ids == (TOKENS[4 * place : 4 * place + 4] if describes else [])
+        assert (event.parent_block_hash is not None) == (describes and place > 0)
+    assert list(rig.connector.present_events()) == mine
+    # A reset that the manager does not tell of is told all the same, once.
+    script.manager.has_events = False
+    seen = len(rig.publisher.events)
+    rig.scheduler.reset_prefix_cache(False, True)
+    assert not list(rig.connector.present_events())
+    rig.generate(prompt(3))
+    gone = [e for e in rig.publisher.events[seen:] if isinstance(e, BlockRemoved) and e.medium == "SHELF"]
+    assert [event.block_hashes for event in gone] == [event.block_hashes for event in mine]
+
+
+def test_sleep_and_shutdown_with_jobs_open() -> None:
+    script = new_script()
+    rig = make()
+    request = rig.add(TOKENS)
+    rig.step(copies=False)
+    rig.step(copies=False)
+    assert script.workers[0].jobs
+    rig.workers[0].kv_connector.unregister_kv_caches()
+    assert not script.workers[0].jobs
+    rig.run()
+    rig.check_output(request)
+    settle(rig, script)
+    rig.add(prompt(22, 5))
+    rig.step(copies=False)
+    rig.step(copies=False)
+    assert script.workers[0].jobs
+    rig.close()
+    rig.close()
+    rig.connector.shutdown()
+    assert script.workers[0].is_down
+    assert script.manager.is_down
+    assert script.calls["worker_shutdown"] == 1
