@@ -68,6 +68,16 @@ def test_a_class_has_its_methods(path: str, members: str) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize(("path", "members"), _entries("ABSTRACT"))
+def test_a_class_asks_for_these_methods_and_no_others(path: str, members: str) -> None:
+    assert find(path).__abstractmethods__ == set(members.replace(",", " ").split())
+
+
+@pytest.mark.parametrize(("path", "members"), _entries("ENUM_NAMES"))
+def test_an_enum_has_these_names(path: str, members: str) -> None:
+    assert list(find(path).__members__) == members.replace(",", " ").split()
+
+
 @pytest.mark.parametrize(("path", "members"), _entries("ENUMS"))
 def test_an_enum_has_its_members(path: str, members: dict[str, object]) -> None:
     enum = find(path)
