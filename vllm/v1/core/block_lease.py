@@ -29,7 +29,7 @@ class Lease:
 
     `split` and `shorten` part a held lease. Null blocks may be among the blocks; they are never counted.
     `to_front`: the hold is no sign of use, so that blocks go back to the front of the queue even if they are cached.
-    `keep_place`: behind the cached blocks there that are to go first.
+    `keep_place`: behind a block there that is to go first.
     `evicted`: ids of blocks whose hashes were dropped by id during the hold. Their content is not to be trusted, even
     if the block has a hash again: it may have been written anew.
     """
@@ -59,7 +59,7 @@ class Lease:
         self.evicted: frozenset[int] = frozenset()
         self.owner = owner
         self.to_front = to_front
-        self._place = 0
+        self._place: tuple[KVCacheBlock | None, int] = (None, 0)
         pool.leases[id(self)] = self
 
     @property
@@ -81,9 +81,9 @@ class Lease:
         """The pool has dropped the hashes of these held blocks, which may be of this lease."""
         self.evicted |= block_ids.intersection(block.block_id for block in self._blocks)
 
-    def keep_place(self, num_ahead: int) -> None:
-        """So many cached blocks of the queue are to be handed out before these; once one is, it counts no more."""
-        self._place = self._pool.num_evicted + num_ahead
+    def keep_place(self, behind: KVCacheBlock, num_ahead: int) -> None:
+        """The blocks stood behind this cached one, with so many cached ones ahead of them, it included."""
+        self._place = (behind, num_ahead)
 
     def split(self, num_blocks: int) -> Lease:
         """Part off the first `num_blocks` blocks as a lease of the same owner; the rest stays here."""
@@ -120,7 +120,7 @@ class Lease:
     def _drop(self, blocks: list[KVCacheBlock]) -> None:
         blocks.reverse()
         if self.to_front:
-            self._pool.free_blocks_to_front(blocks, max(0, self._place - self._pool.num_evicted))
+            self._pool.free_blocks_to_front(blocks, *self._place)
         else:
             self._pool.free_blocks(blocks)
 

@@ -235,22 +235,26 @@ class BlockPool:
         if unhashed:
             self.free_block_queue.prepend_n(unhashed)
 
-    def free_blocks_to_front(self, ordered_blocks: Iterable[KVCacheBlock], num_ahead: int = 0) -> None:
+    def free_blocks_to_front(
+        self, ordered_blocks: Iterable[KVCacheBlock], behind: KVCacheBlock | None = None, num_ahead: int = 0
+    ) -> None:
         """As `free_blocks`, but blocks nobody holds any more go to the front of the queue, the first one frontmost.
 
-        Blocks that were in front without a hash stay there: reusing them costs nothing. So do `num_ahead` cached ones,
-        unless the pool has levels, or more than as many and `BLANKS_PASSED` are empty: then no order matters soon.
+        Blocks that were in front without a hash stay there: reusing them costs nothing. So do the cached ones up to
+        `behind`, if it is still among the first `num_ahead` cached ones, the pool has no levels, and not many blocks
+        are empty: blocks never come to stand behind others that stood behind them.
         """
         idle: list[KVCacheBlock] = []
         self._release(ordered_blocks, idle, idle)
         if self.placer is not None:
             idle = self.placer.place_protected(idle)
-        elif num_ahead and idle:
+        elif behind is not None and idle:
             front = islice(self.free_block_queue.iter_blocks_after(None), num_ahead + BLANKS_PASSED)
             ahead = list(islice((block for block in front if block.block_hash is not None), num_ahead))
-            for block in ahead:
+            count = next((i for i, block in enumerate(ahead, 1) if block is behind), 0)
+            for block in ahead[:count]:
                 self.free_block_queue.remove(block)
-            idle = ahead + idle
+            idle = ahead[:count] + idle
         self.free_block_queue.put_back(idle)
 
     def unpin_blocks(self, blocks: Sequence[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:

@@ -339,8 +339,7 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         At most half of the free blocks at a time, so that the scheduler is not left without any.
         """
         side = self.store_side
-        returning = side.num_returning_blocks
-        endangered = find_endangered(side.stores, max(0, self.target_free - returning))
+        endangered = find_endangered(side.stores, max(0, self.target_free - side.num_returning_blocks))
         self.lazy_cursor_id = None if endangered.last is None else endangered.last.block_id
         side.count_unwanted(endangered)
         if not endangered.keys:
@@ -351,8 +350,8 @@ class SimpleCPUOffloadScheduler(ManagerViews):
         )
         side.declines.cut_plans += chosen.was_cut and chosen.is_bounded
         if chosen.candidates:
-            num_ahead = returning + endangered.found.index(chosen.candidates.blocks[-1])
-            side.plan(chosen.candidates, None, to_front=True, num_ahead=num_ahead)
+            first = endangered.found.index(chosen.candidates.blocks[-1])
+            side.plan(chosen.candidates, None, to_front=True, ahead=endangered.found[:first])
 
     @in_turn
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

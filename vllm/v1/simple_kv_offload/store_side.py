@@ -13,6 +13,7 @@ from vllm.v1.core.block_hash import BlockHashWithGroupId, get_block_hash
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_ops import make_key_set
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import DEFAULT_MAX_TRACKER_SIZE, ReuseFilter
@@ -286,17 +287,23 @@ class StoreSide:
         return None if limit is None else max(0, limit - self.ledger.in_flight)
 
     def plan(
-        self, candidates: Candidates, request_id: str | None, *, to_front: bool = False, num_ahead: int = 0
+        self,
+        candidates: Candidates,
+        request_id: str | None,
+        *,
+        to_front: bool = False,
+        ahead: Sequence[KVCacheBlock] = (),
     ) -> None:
         """Lease the device blocks and stage a slot for each; the order leaves with the next `submit`.
 
-        ``num_ahead``: cached blocks of the queue that are handed out before these, be they idle or copied now.
+        ``ahead``: the cached blocks of the queue that are handed out before these.
         """
         if not candidates:
             return
         owner = f"store of {request_id}" if request_id is not None else "lazy store"
         device = Lease(self.stores.device, candidates.blocks, owner, to_front=to_front)
-        device.keep_place(num_ahead)
+        if ahead:
+            device.keep_place(ahead[-1], len(ahead))
         keys = candidates.contents
         # What goes back to the front is given last first.
         staged = self._tier.stage_for(keys, backwards=to_front)
