@@ -306,6 +306,10 @@ def check_tier_contents(run: Run, views: Sequence[PoolView]) -> None:
         for block_id, key in sorted(set(view.entries).difference(seen or ())):
             for rank, memory in enumerate(memories):
                 page = memory.page_of(block_id, get_group_id(key))
+                if seen is None and page.is_lost:
+                    # A new engine found it on a kept disk before the one that was killed had heard of the damage.
+                    run.marks.hit("damage found again")
+                    continue
                 check_page(run, rank, name, page, key)
         run.seen_entries[name] = view.entries
 

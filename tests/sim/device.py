@@ -46,6 +46,11 @@ class Page:
         self.tainted = False
         """An error made them suspect, or a reset withdrew them, which nobody can see of them."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whoever reads these bytes notices that they are gone, so it is no harm if they are found."""
+        return self.bad and not self.tainted
+
     def poison(self) -> None:
         """Make every row useless."""
         self.group = NO_GROUP

@@ -71,6 +71,7 @@ MARKS = frozenset(
         "killed",
         "killed while copies ran",
         "kept blocks found again",
+        "damage found again",
         "kept order missed",
         "withdrawn for good",
         "a disk in place of the host kept",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
 from vllm.v1.simple_kv_offload.disk_kept import KeptIndex
+from vllm.v1.simple_kv_offload.metadata import KeptInventory, KeptSlot
 from vllm.v1.simple_kv_offload.tier import Tier
 
 
@@ -28,6 +30,20 @@ def one_table_is_enough() -> AbstractContextManager[object]:
     """What one rank has kept is used although others have not."""
     original = KeptIndex.restore
     return patch.object(KeptIndex, "restore", lambda self, inventories: original(self, inventories[:1]))
+
+
+def keys_change_places() -> AbstractContextManager[object]:
+    """What is found on a disk becomes findable in the slot beside its own."""
+    original = KeptIndex.restore
+
+    def restore(self: KeptIndex, inventories: Sequence[KeptInventory]) -> int:
+        return original(self, [KeptInventory(_shifted(inventory.slots)) for inventory in inventories])
+
+    return patch.object(KeptIndex, "restore", restore)
+
+
+def _shifted(slots: Sequence[KeptSlot]) -> list[KeptSlot]:
+    return [KeptSlot(slot.slot, slots[place - 1].keys) for place, slot in enumerate(slots)]
 
 
 def nothing_is_sent_again() -> AbstractContextManager[object]:
@@ -59,5 +75,6 @@ KEPT_MUTANTS = {
     "bad slots stay kept": bad_slots_stay_kept,
     "staged slots stay kept": staged_slots_stay_kept,
     "one table is enough": one_table_is_enough,
+    "kept keys change places": keys_change_places,
     "nothing is sent again": nothing_is_sent_again,
 }

@@ -117,7 +117,7 @@ class OtherEngine(MiniEngine):
     def _losers(self, slot: int, group: int) -> set[int]:
         """Ranks that find a slot's bytes lost, but not withdrawn: those nobody may find."""
         pages = [memory.page_of(slot, group) for memory in self._worker.hosts]
-        return {rank for rank, page in enumerate(pages) if page.bad and not page.tainted}
+        return {rank for rank, page in enumerate(pages) if page.is_lost}
 
     # Reads go on over a change of weights
 

@@ -15,7 +15,13 @@ from tests.sim.views import RunViews
 from tests.sim.worker import SimWorker
 from tests.sim.workload import Truth
 from vllm.v1.core.block_hash import get_block_hash, get_group_id, maybe_convert_block_hash
-from vllm.v1.simple_kv_offload.metadata import KeptKeys, KeptOrder, SimpleCPUOffloadMetadata
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.simple_kv_offload.metadata import (
+    KeptKeys,
+    KeptOrder,
+    SimpleCPUOffloadMetadata,
+    SimpleCPUOffloadWorkerMetadata,
+)
 
 
 class Killable(RunViews):
@@ -79,11 +85,23 @@ def check_kept(run: RunViews) -> None:
 
 
 def kill_weight(run: Killable) -> int:
-    """More while the ranks have yet to hear what changed on the disk, most if they should have heard of it by now."""
+    """More while the ranks have yet to hear what changed on the disk, most if they should have heard of it by now.
+
+    Also while the engine has yet to hear what a rank found damaged there.
+    """
     if run.kept is not None and run.kept.owes_withdrawal:
         return 300
+    if any(_names_damage(run, report) for step in run.steps for report in step.reports):
+        return 150
     orders = _next_orders(run)
     return 2 if orders is None or not orders.kept.slots else 15
+
+
+def _names_damage(run: Killable, report: KVConnectorOutput | None) -> bool:
+    meta = None if report is None else report.kv_connector_worker_meta
+    if not isinstance(meta, SimpleCPUOffloadWorkerMetadata):
+        return False
+    return bool(meta.bad_cpu_blocks if run.world.params.disk else meta.bad_disk_blocks)
 
 
 def _next_orders(run: Killable) -> SimpleCPUOffloadMetadata | None:
@@ -117,7 +135,7 @@ def _is_right(run: Killable, slot: int, keys: KeptKeys) -> bool:
         prints = run.registry.prints(bytes(get_block_hash(key)))  # type: ignore[arg-type]
         expected = group.expected_page(prints, worker.version)
         right = all(page.read(group.group_id, at) == stamp for at, stamp in expected.items())
-        if page.tainted or not (right or page.bad):
+        if page.tainted or not (right or page.is_lost):
             return False
     return True
 

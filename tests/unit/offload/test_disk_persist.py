@@ -19,7 +19,7 @@ from vllm.distributed.kv_event_types import MEDIUM_STORAGE, AllBlocksCleared, Bl
 from vllm.v1.simple_kv_offload.copy_backends import disk_file
 from vllm.v1.simple_kv_offload.copy_backends.disk_file import SlotFile, remove_outdated_files
 from vllm.v1.simple_kv_offload.copy_backends.kept_table import HEADER_BYTES, RECORD_BYTES, KeptTable
-from vllm.v1.simple_kv_offload.metadata import KeptOrder, KeptSlot
+from vllm.v1.simple_kv_offload.metadata import KeptOrder, KeptSlot, SimpleCPUOffloadWorkerMetadata
 
 PAGE = full().page_size_bytes
 
@@ -110,6 +110,39 @@ def test_tier_11_a_bit_that_flipped_meanwhile_is_found(tmp_path: Path) -> None:
     assert rig.failed_reads == 1
     rig.evict_device()
     rig.crash()
+
+
+def test_tier_11_damage_that_a_killed_engine_had_not_heard_of_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is still there when a rank has read the slot in vain and the engine is killed before it is told."""
+    crash_after(tmp_path, [prompt(17)])
+    flip(only(tmp_path), 3 * PAGE + 5)
+    rig = KeptRig(tmp_path)
+    rig.add(prompt(17))
+    aggregate = rig.aggregator.aggregate
+
+    def killed_by_damage(results: list[Any]) -> Any:
+        output = results[0].kv_connector_output
+        meta = None if output is None else output.kv_connector_worker_meta
+        if isinstance(meta, SimpleCPUOffloadWorkerMetadata) and (meta.bad_cpu_blocks or meta.bad_disk_blocks):
+            raise InterruptedError
+        return aggregate(results)
+
+    monkeypatch.setattr(rig.aggregator, "aggregate", killed_by_damage)
+    with pytest.raises(InterruptedError):
+        rig.run()
+    rig.crash()
+    again = KeptRig(tmp_path)
+    assert again.on_disk(again.make_request(prompt(17))) == [0, 1, 2, 3]
+    again.generate(prompt(17), max_tokens=2)
+    assert again.failed_reads == 1
+    again.settle()
+    again.crash()
+    mended = KeptRig(tmp_path)
+    assert served(mended, prompt(17)) == 16
+    assert mended.failed_reads == 0
+    mended.crash()
 
 
 def test_tier_11_a_data_file_that_became_shorter_costs_only_its_blocks(tmp_path: Path) -> None:
