@@ -18,7 +18,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy, PrepareStoreOutput, get_offload_group_idx
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    get_offload_group_idx,
+    parse_tier_filter,
+)
 from vllm.v1.request import Request
 
 TOKENS = prompt(22)  # five full blocks of four tokens, of which a later request can use all
@@ -451,3 +457,23 @@ def test_sleep_and_shutdown_with_jobs_open() -> None:
     assert script.workers[0].is_down
     assert script.manager.is_down
     assert script.calls["worker_shutdown"] == 1
+
+
+def test_a_request_that_wants_other_tiers_takes_nothing_from_one_that_loads() -> None:
+    script = new_script()
+    rig = make()
+    stored(rig, script)
+    original = script.manager.lookup
+    script.manager.lookup = lambda key, ctx: (  # type: ignore[method-assign]
+        original(key, ctx) if ctx.load_tier_filter.allows("CPU") else LookupResult.MISS
+    )
+    elsewhere = {"load_tier_filter": [{"medium": "STORAGE"}]}
+    first = rig.add(TOKENS)
+    second = rig.make_request(TOKENS, request_id="other")
+    second.kv_transfer_params = elsewhere
+    second.load_tiers = parse_tier_filter(elsewhere)
+    rig.scheduler.add_request(second)
+    rig.run()
+    assert not rig.manager.load_side.failures
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (20, 0)
+    settle(rig, script)

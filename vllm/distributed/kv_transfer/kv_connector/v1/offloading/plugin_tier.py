@@ -55,11 +55,12 @@ class MirrorPool(BlockPool):
         self.now = 0.0
         self.is_put_off = False
         """Whether the manager put off an answer during the present question."""
-        self.on_lost: Callable[[Iterable[int]], None] | None = None
+        self.on_lost: Callable[[Iterable[int]], None] = lambda slots: None
         """Hears which slots are to stand for something else, or for nothing."""
         self._manager = manager
         self._ctx = NOBODY
-        self._answers: dict[OffloadKey, KVCacheBlock | None] = {}
+        self._answers: dict[OffloadKey, bool] = {}
+        self._found: set[int] = set()
 
     @contextmanager
     def asking(self, ctx: ReqContext, now: float) -> Iterator[None]:
@@ -70,6 +71,7 @@ class MirrorPool(BlockPool):
         finally:
             self._ctx = NOBODY
             self._answers.clear()
+            self._found.clear()
 
     @property
     def ctx(self) -> ReqContext:
@@ -79,25 +81,23 @@ class MirrorPool(BlockPool):
     def get_cached_block(
         self, block_hash: BlockHash, kv_cache_group_ids: Sequence[int]
     ) -> list[KVCacheBlock] | None:
-        found = []
-        for group_id in kv_cache_group_ids:
-            block = self._ask(make_block_hash_with_group_id(block_hash, group_id))
-            if block is None:
-                return None
-            found.append(block)
-        return found
+        keys = [make_block_hash_with_group_id(block_hash, group_id) for group_id in kv_cache_group_ids]
+        slots = self._stand_for(keys) if all(map(self._has, keys)) else []
+        return slots if len(slots) == len(keys) else None
 
     def find_run(
         self, block_hashes: Sequence[BlockHash], kv_cache_group_ids: Sequence[int]
     ) -> tuple[list[KVCacheBlock], ...]:
-        runs: tuple[list[KVCacheBlock], ...] = tuple([] for _ in kv_cache_group_ids)
+        keys: list[OffloadKey] = []
         for block_hash in block_hashes:
-            blocks = self.get_cached_block(block_hash, kv_cache_group_ids)
-            if blocks is None:
+            wanted = [make_block_hash_with_group_id(block_hash, group_id) for group_id in kv_cache_group_ids]
+            if not all(map(self._has, wanted)):
                 break
-            for run, block in zip(runs, blocks, strict=True):
-                run.append(block)
-        return runs
+            keys += wanted
+        slots = self._stand_for(keys)
+        count = len(kv_cache_group_ids)
+        whole = len(slots) - len(slots) % count
+        return tuple(slots[place:whole:count] for place in range(count))
 
     def ban(self, keys: Iterable[OffloadKey], until: float = inf) -> None:
         """Content under these keys is not to be trusted, and the manager cannot be told."""
@@ -106,45 +106,53 @@ class MirrorPool(BlockPool):
         while len(self.banned) > BANNED_MAX:
             del self.banned[next(iter(self.banned))]
 
-    def _ask(self, key: OffloadKey) -> KVCacheBlock | None:
-        if key in self._answers:
-            return self._answers[key]
-        found = None
+    def _has(self, key: OffloadKey) -> bool:
+        """Whether the manager has it now; a slot that stands for what it has no more is given up."""
+        known = self._answers.get(key)
+        if known is not None:
+            return known
+        answer = LookupResult.MISS
         if not self.banned or self.banned.get(key, 0.0) <= self.now:
-            found = self._follow(key, self._manager.lookup(key, self._ctx))
-        if self._ctx is not NOBODY:
-            self._answers[key] = found
-        return found
-
-    def _follow(self, key: OffloadKey, answer: LookupResult) -> KVCacheBlock | None:
-        block = self.cached_block_hash_to_block.get_one_block(key)
-        if answer is LookupResult.HIT:
-            return self._stand_for(key) if block is None else self._keep(block)
-        if answer is not LookupResult.MISS:
+            answer = self._manager.lookup(key, self._ctx)
+        if answer is LookupResult.MISS:
+            # Not those that are held: who loads from them was told otherwise, and may load from other tiers.
+            slots = [slot for slot in self.index.map.ids_under([key]) if not self.blocks[slot].ref_cnt]
+            if slots:
+                self.on_lost(slots)
+                self.evict_blocks(slots)
+        elif answer is not LookupResult.HIT:
             self.is_put_off = True
-        elif block is not None:
-            self._tell_lost(block)
-            self.evict_blocks((block.block_id,))
-        return None
+        if self._ctx is not NOBODY:
+            self._answers[key] = answer is LookupResult.HIT
+        return answer is LookupResult.HIT
 
-    def _tell_lost(self, block: KVCacheBlock) -> None:
-        if self.on_lost is not None:
-            self.on_lost((block.block_id,))
-
-    def _keep(self, block: KVCacheBlock) -> KVCacheBlock:
-        # To the end of the queue: what is found later in this search must not take it.
-        self.touch((block,))
-        self.free_blocks((block,))
-        return block
-
-    def _stand_for(self, key: OffloadKey) -> KVCacheBlock | None:
-        if self.get_num_free_blocks() <= len(self._answers):
-            return None  # all slots may be those found already
-        (block,) = self.get_new_blocks(1)
-        self._tell_lost(block)
-        self.commit_staged(block, key, None, None)
-        self.free_blocks((block,))
-        return block
+    def _stand_for(self, keys: Sequence[OffloadKey]) -> list[KVCacheBlock]:
+        """A slot for each key, from the first on, as far as there are slots beside those found in this question."""
+        if self._ctx is NOBODY:
+            self._found.clear()
+        get = self.index.map.get_one_block
+        known = [get(key) for key in keys]
+        present = [slot for slot in known if slot is not None]
+        self.touch(present)
+        self._found.update([slot.block_id for slot in present])
+        room = max(0, self.get_num_free_blocks() - len(self._found))
+        fresh = self.get_new_blocks(min(len(keys) - len(present), room))
+        if fresh:
+            taken = [slot.block_id for slot in fresh]
+            self.on_lost(taken)
+            self._found.update(taken)
+        slots: list[KVCacheBlock] = []
+        unused = iter(fresh)
+        for key, slot in zip(keys, known, strict=True):
+            if slot is None:
+                slot = next(unused, None)
+                if slot is None:
+                    break
+                self.commit_staged(slot, key, None, None)
+            slots.append(slot)
+        # To the end of the queue: what is found later in this question must not take them.
+        self.free_blocks((*present, *fresh))
+        return slots
 
 
 class PluginTier(Tier):
