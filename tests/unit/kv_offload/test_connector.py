@@ -230,10 +230,12 @@ def test_one_of_two_loads_of_a_step_that_cannot_be_prepared_fails_alone() -> Non
 def test_what_the_manager_takes_is_stored_and_no_more(choose: Callable[[Any], Any], count: int) -> None:
     script = new_script(choose=choose)
     rig = make()
-    rig.generate(TOKENS)
+    request = rig.generate(TOKENS)
     for _ in range(5):
         rig.step()
-    assert len(script.manager.ready) == count
+    assert len(script.manager.ready) == len(rig.in_tier(request)) == count
+    ledger = rig.manager.store_side.ledger
+    assert (ledger.done, ledger.dropped, ledger.in_flight) == (count, 5 - count, 0)
     rig.assert_at_rest()
     assert not script.manager.storing
     rig.evict_device()
@@ -248,6 +250,7 @@ def test_room_is_made_by_eviction_and_what_went_is_not_found() -> None:
     rig.generate(prompt(22, 2))
     settle(rig, script)
     assert len(script.manager.ready) == 6
+    assert [len(rig.in_tier(rig.requests[name])) for name in ("r0", "r1")] == [1, 5]
     rig.evict_device()
     assert rig.generate(prompt(22, 2)).num_cached_tokens == 20
     assert rig.generate(prompt(22, 1)).num_cached_tokens == 0
@@ -308,6 +311,8 @@ def test_whole_requests_are_stored_at_their_end(resets: bool, count: int) -> Non
     (offer,) = [entry for entry in script.log if entry[0] == "prepare_store"]
     assert offer[2] == request.request_id
     assert len(offer[1]) == len(script.manager.ready) == count
+    (job,) = script.workers[0].all_jobs.values()
+    assert (job.blocks.group_sizes, job.blocks.block_indices) == ((count,), (7 - count,))
 
 
 def test_a_reset_during_copies_voids_them_and_is_flushed_once_they_ended() -> None:

@@ -33,7 +33,14 @@ def assert_at_rest(rig: Rig, script: Script) -> None:
     rig.assert_at_rest()
     script.manager.assert_at_rest()
     half = outside_half(rig)
-    for kept in (half._requests, half._whole, half._open_stores, half._open_loads, half.plugin_tier.taken):
+    for kept in (
+        half._requests,
+        half._whole,
+        half._refused,
+        half._open_stores,
+        half._open_loads,
+        half.plugin_tier.taken,
+    ):
         assert not kept
     assert not half._flushed_stores
     assert not half._flushed_loads

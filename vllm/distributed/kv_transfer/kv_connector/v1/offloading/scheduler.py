@@ -53,7 +53,7 @@ from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadStats
 from vllm.v1.simple_kv_offload.shared_pool import SlotTable
 from vllm.v1.simple_kv_offload.tier import Tier, TierGeometry, in_turn
-from vllm.v1.simple_kv_offload.transfer import Transfer
+from vllm.v1.simple_kv_offload.transfer import Transfer, TransferState
 
 logger = init_logger(__name__)
 
@@ -112,6 +112,7 @@ class RequestOffloadState:
 
     ctx: ReqContext
     policy: OffloadPolicy
+    request: Request
     put_off_since: float | None = None
 
 
@@ -157,6 +158,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         self._whole: dict[str, None] = {}
         self._next_job = 0
         self._open_stores: dict[int, list[tuple[ReqContext, list[OffloadKey]]]] = {}
+        # Blocks of stores under way that the manager did not take: nobody copies them.
+        self._refused: dict[int, list[tuple[Transfer, int]]] = {}
         self._open_loads: dict[str, tuple[ReqContext, list[OffloadKey]]] = {}
         # What was under way at a reset and is not over: store events and requests that load. The manager hears no more of it.
         self._flushed_stores: set[int] = set()
@@ -213,7 +216,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         state = self._requests.get(request.request_id)
         if state is None:
             ctx = _context(request)
-            state = RequestOffloadState(ctx, self.manager.on_new_request(ctx).policy)
+            state = RequestOffloadState(ctx, self.manager.on_new_request(ctx).policy, request)
             self._requests[request.request_id] = state
             if state.policy is OffloadPolicy.REQUEST_LEVEL:
                 self._whole[request.request_id] = None
@@ -271,24 +274,28 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         event = metadata.store_event
         for transfer in self.store_side.table.transfers_of(event):
             req_id = transfer.request_id or ""
-            ctx = self._context_of(req_id)
-            job = self._store_job(transfer, req_id, ctx)
-            taken = () if job is None else frozenset(job[1])
-            self._give_up_rest(transfer, taken)
+            # Its last stores leave when it has ended, and another one may have its name by then.
+            state = self._ended.get(req_id) or self._requests.get(req_id)
+            ctx = ReqContext(req_id) if state is None else state.ctx
+            job = self._store_job(transfer, ctx, None if state is None else state.request)
+            self._give_up_rest(event, transfer, () if job is None else frozenset(job[1]))
             if job is not None:
                 metadata.store_jobs[self._new_job()] = job[0]
                 self.plugin_tier.taken.update(job[1])
                 self._open_stores.setdefault(event, []).append((ctx, job[1]))
 
-    def _give_up_rest(self, transfer: Transfer, taken: Collection[OffloadKey]) -> None:
+    def _give_up_rest(self, event: int, transfer: Transfer, taken: Collection[OffloadKey]) -> None:
         """Of a transfer the manager took these keys: its targets get no other."""
+        num_refused = sum(key not in taken for key in transfer.keys.primary_keys)
+        if num_refused:
+            self._refused.setdefault(event, []).append((transfer, num_refused))
         rest = {key for key in transfer.keys.all_keys() if key not in taken}
         if rest:
             transfer.strip(rest)
             self.store_side.in_flight.difference_update(rest)
 
     def _store_job(
-        self, transfer: Transfer, req_id: str, ctx: ReqContext
+        self, transfer: Transfer, ctx: ReqContext, request: Request | None
     ) -> tuple[TransferJob, list[OffloadKey]] | None:
         """The job, and the keys that the manager took; None if it took none."""
         sources: dict[OffloadKey, int] = {}
@@ -317,10 +324,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
             return None
         if not chosen:
             return None
-        target = self._device_spec(
-            chosen, [sources[key] for key in chosen], self.store_side.requests.get(req_id)
-        )
-        return TransferJob(req_id, target, prepared.store_spec), chosen
+        target = self._device_spec(chosen, [sources[key] for key in chosen], request)
+        return TransferJob(ctx.req_id, target, prepared.store_spec), chosen
 
     def _device_spec(
         self, keys: Sequence[OffloadKey], block_ids: Sequence[int], request: Request | None
@@ -343,7 +348,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         return cdiv(units * self.hash_block_size, self._tokens[get_offload_group_idx(key)]) - 1
 
     def _context_of(self, req_id: str) -> ReqContext:
-        state = self._requests.get(req_id) or self._ended.get(req_id)
+        state = self._requests.get(req_id)
         return ReqContext(req_id) if state is None else state.ctx
 
     def _new_job(self) -> int:
@@ -364,6 +369,11 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
             for ctx, keys in self._open_stores.pop(event):
                 self._complete_store(ctx, keys)
         self.plugin_tier.stored.clear()
+        for event in [event for event in self._refused if not self.store_side.table.is_open(event)]:
+            for transfer, num_refused in self._refused.pop(event):
+                if transfer.state is TransferState.DONE:
+                    self.store_side.ledger.done -= num_refused
+                    self.store_side.ledger.dropped += num_refused
         for req_id in [req_id for req_id in self._open_loads if not self.load_side.owns(req_id)]:
             ctx, keys = self._open_loads.pop(req_id)
             self.manager.complete_load(keys, ctx)
