@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tests.helpers.offload_rig import Rig, full, mamba, prompt, ring, window
+from tests.helpers.offload_rig import STEP_FAILED, Rig, full, mamba, prompt, ring, window
 from tests.helpers.scripted_offload import Script, new_script, scripted
 from vllm.distributed.kv_event_types import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.plugin_tier import FAILED_LOAD_BAN_S
@@ -482,3 +482,47 @@ def test_a_request_that_wants_other_tiers_takes_nothing_from_one_that_loads() ->
     assert not rig.manager.load_side.failures
     assert (first.num_cached_tokens, second.num_cached_tokens) == (20, 0)
     settle(rig, script)
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_jobs_of_a_step_that_fails_are_never_started_and_end_as_failed(is_bound: bool) -> None:
+    script = new_script()
+    rig = make()
+    stored(rig, script)
+    other = rig.add(prompt(40, 3), 6)
+    rig.step()
+    loading = rig.add(TOKENS)
+    started = len(script.workers[0].all_jobs)
+    if is_bound:
+        rig.fail_step()
+    else:
+        output = rig.scheduler.schedule()
+        rig._follow(output)
+        rig._collect(rig.scheduler.fail_step(output, STEP_FAILED))
+    assert script.calls["prepare_load"] == 1
+    assert len(script.workers[0].all_jobs) == started
+    rig.run()
+    settle(rig, script)
+    assert script.calls["complete_load"] == 1
+    for request in (other, loading):
+        rig.check_output(request)
+
+
+def test_the_manager_is_asked_for_steps_it_needs() -> None:
+    script = new_script()
+    rig = make()
+    assert not rig.connector.has_pending_push_work()
+    script.manager.has_pending_work = lambda: True  # type: ignore[method-assign]
+    assert rig.connector.has_pending_push_work()
+
+
+def test_a_manager_whose_lock_fails_is_used_without_it() -> None:
+    script = new_script()
+    rig = make()
+    script.manager.inner_lock = None  # type: ignore[assignment]
+    script.manager.enter = lambda name: script.manager  # type: ignore[method-assign]
+    stored_before = rig.generate(TOKENS)
+    rig.check_output(stored_before)
+    for _ in range(5):
+        rig.step()
+    assert len(script.manager.ready) == 5

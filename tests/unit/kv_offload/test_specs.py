@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tests.helpers.offload_rig import Rig, full, prompt, ring
 from tests.helpers.scripted_offload import ScriptedSpec, new_script, scripted
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorStats,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.options import parse_outside_options
@@ -156,3 +162,23 @@ def test_a_child_of_several_connectors() -> None:
     )
     rig.connector.shutdown()
     assert script.manager.is_down
+
+
+def test_figures_of_a_child_reach_the_metrics_page() -> None:
+    new_script(capacity=9)
+    child = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": NAMED}
+    config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [child]}
+    )
+    rig = Rig(connector_config=config, held=False)
+    rig.generate(prompt(22))
+    registry = CollectorRegistry()
+    types: dict[Any, Any] = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    sink = MultiConnector.build_prom_metrics(rig.config, types, ["engine"], {0: ["0"]})
+    stats = rig.connector.get_kv_connector_stats()
+    assert sink is not None
+    assert stats is not None
+    sink.observe(stats.to_dict() if isinstance(stats, MultiKVConnectorStats) else stats.data)
+    page = generate_latest(registry).decode()
+    assert 'vllm:kv_offload_spec_info{engine="0",shelves="9",spec_name="ScriptedSpec"} 1.0' in page
+    assert 'vllm:shelf_fill{engine="0"} 0.5' in page
