@@ -526,3 +526,16 @@ def test_a_manager_whose_lock_fails_is_used_without_it() -> None:
     for _ in range(5):
         rig.step()
     assert len(script.manager.ready) == 5
+
+
+def test_a_manager_that_always_fails_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    new_script(raises={"lookup"})
+    rig = make()
+    caplog.clear()
+    for seed in range(20):
+        rig.generate(prompt(22, seed))
+    told = [
+        record.getMessage() for record in caplog.records if "lookup of the offloading" in record.getMessage()
+    ]
+    assert [message.rpartition(" ")[2] for message in told] == ["1", "2", "4", "8", "16"]
+    assert all(record.exc_info for record in caplog.records if "lookup of the" in record.getMessage())

@@ -5,6 +5,7 @@ Owns what counts as the answer where there was none. It must not know what the m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -43,7 +44,8 @@ class GuardedManager(OffloadingManager):
     def __init__(self, manager: OffloadingManager) -> None:
         self.inner = manager
         self.resets_failed = False
-        self._turn = _Turn(manager)
+        self._faults = _Faults()
+        self._turn = _Turn(manager, self._faults)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
         if self.resets_failed:
@@ -51,12 +53,12 @@ class GuardedManager(OffloadingManager):
         # As `_guard`, written out: thousands of keys are looked up for one request.
         try:
             answer = self.inner.lookup(key, ctx)
-        except Exception:  # of a module from outside
-            logger.exception("KV offload: lookup of the offloading manager failed")
+        except Exception as error:  # of a module from outside
+            self._faults.tell("lookup", error)
             return LookupResult.MISS
         if type(answer) is LookupResult:
             return answer
-        logger.error("KV offload: lookup of the offloading manager answered %r", answer)
+        self._faults.tell("lookup", TypeError(f"expected a LookupResult, got {answer!r}"))
         return LookupResult.MISS
 
     def prepare_load(self, keys: Collection[OffloadKey], ctx: ReqContext) -> LoadStoreSpec:
@@ -72,39 +74,41 @@ class GuardedManager(OffloadingManager):
                 return None
             return PrepareStoreOutput(list(made.keys_to_store), made.store_spec, list(made.evicted_keys))
 
-        return None if self.resets_failed else _guard(None, prepare, "prepare_store")
+        return None if self.resets_failed else self._faults.guard(None, prepare, "prepare_store")
 
     def on_new_request(self, ctx: ReqContext) -> RequestOffloadingContext:
-        return _guard(
+        return self._faults.guard(
             RequestOffloadingContext(),
             lambda: _a(RequestOffloadingContext, self.inner.on_new_request(ctx)),
             "on_new_request",
         )
 
     def get_load_source(self, key: OffloadKey, ctx: ReqContext) -> tuple[Medium, Locality] | None:
-        return _guard(None, lambda: self.inner.get_load_source(key, ctx), "get_load_source")
+        return self._faults.guard(None, lambda: self.inner.get_load_source(key, ctx), "get_load_source")
 
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
-        _guard(None, lambda: self.inner.touch(keys, ctx), "touch")
+        self._faults.guard(None, lambda: self.inner.touch(keys, ctx), "touch")
 
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
-        _guard(None, lambda: self.inner.complete_load(keys, ctx), "complete_load")
+        self._faults.guard(None, lambda: self.inner.complete_load(keys, ctx), "complete_load")
 
     def complete_store(self, keys: Collection[OffloadKey], ctx: ReqContext, success: bool = True) -> None:
-        _guard(None, lambda: self.inner.complete_store(keys, ctx, success), "complete_store")
+        self._faults.guard(None, lambda: self.inner.complete_store(keys, ctx, success), "complete_store")
 
     def on_request_finished(self, ctx: ReqContext) -> None:
-        _guard(None, lambda: self.inner.on_request_finished(ctx), "on_request_finished")
+        self._faults.guard(None, lambda: self.inner.on_request_finished(ctx), "on_request_finished")
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         nothing: tuple[OffloadingEvent, ...] = ()
-        return _guard(nothing, lambda: tuple(map(_plain_event, self.inner.take_events())), "take_events")
+        return self._faults.guard(
+            nothing, lambda: tuple(map(_plain_event, self.inner.take_events())), "take_events"
+        )
 
     def on_schedule_end(self, ctx: ScheduleEndContext) -> None:
-        _guard(None, lambda: self.inner.on_schedule_end(ctx), "on_schedule_end")
+        self._faults.guard(None, lambda: self.inner.on_schedule_end(ctx), "on_schedule_end")
 
     def has_pending_work(self) -> bool:
-        return _guard(False, lambda: bool(self.inner.has_pending_work()), "has_pending_work")
+        return self._faults.guard(False, lambda: bool(self.inner.has_pending_work()), "has_pending_work")
 
     def reset_cache(self) -> None:
         self.resets_failed = True
@@ -113,20 +117,20 @@ class GuardedManager(OffloadingManager):
             self.inner.reset_cache()
             self.resets_failed = False
 
-        _guard(None, reset, "reset_cache")
+        self._faults.guard(None, reset, "reset_cache")
 
     def on_reset_flushed(self) -> None:
-        _guard(None, self.inner.on_reset_flushed, "on_reset_flushed")
+        self._faults.guard(None, self.inner.on_reset_flushed, "on_reset_flushed")
 
     def get_stats(self) -> Figures | None:
-        return _guard(None, self.inner.get_stats, "get_stats")
+        return self._faults.guard(None, self.inner.get_stats, "get_stats")
 
     def config_info(self) -> Mapping[str, str]:
         nothing: Mapping[str, str] = {}
-        return _guard(nothing, lambda: dict(self.inner.config_info()), "config_info")
+        return self._faults.guard(nothing, lambda: dict(self.inner.config_info()), "config_info")
 
     def shutdown(self) -> None:
-        _guard(None, self.inner.shutdown, "shutdown")
+        self._faults.guard(None, self.inner.shutdown, "shutdown")
 
     @property
     def lock(self) -> AbstractContextManager[object]:
@@ -134,17 +138,42 @@ class GuardedManager(OffloadingManager):
         return self._turn
 
 
+class _Faults:
+    """Catches exceptions, and tells of the 1st, 2nd, 4th, 8th … of each method: some are called thousands of times a step."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def guard(self, default: D, call: Callable[[], R], name: str) -> R | D:
+        """What the call returns, or the default."""
+        try:
+            return call()
+        except Exception as error:  # of a module from outside
+            self.tell(name, error)
+            return default
+
+    def tell(self, name: str, error: Exception) -> None:
+        """The method failed."""
+        self._counts[name] += 1
+        count = self._counts[name]
+        if count & (count - 1) == 0:
+            logger.error(
+                "KV offload: %s of the offloading manager failed, time %d", name, count, exc_info=error
+            )
+
+
 class _Turn:
     """The manager's lock, entered by the outermost call alone."""
 
-    def __init__(self, manager: OffloadingManager) -> None:
+    def __init__(self, manager: OffloadingManager, faults: _Faults) -> None:
         self._manager = manager
+        self._faults = faults
         self._depth = 0
         self._held = ExitStack()
 
     def __enter__(self) -> _Turn:
         if not self._depth:
-            _guard(None, lambda: self._held.enter_context(self._manager.lock), "lock")
+            self._faults.guard(None, lambda: self._held.enter_context(self._manager.lock), "lock")
         self._depth += 1
         return self
 
@@ -153,15 +182,7 @@ class _Turn:
     ) -> None:
         self._depth -= 1
         if not self._depth:
-            _guard(None, self._held.close, "lock")
-
-
-def _guard(default: D, call: Callable[[], R], name: str) -> R | D:
-    try:
-        return call()
-    except Exception:  # of a module from outside
-        logger.exception("KV offload: %s of the offloading manager failed", name)
-        return default
+            self._faults.guard(None, self._held.close, "lock")
 
 
 def _a(kind: type[R], answer: R) -> R:
