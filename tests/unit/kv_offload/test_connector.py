@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.offload_rig import STEP_FAILED, full, mamba, prompt, ring, window
-from tests.helpers.scripted_offload import new_script
+from tests.helpers.scripted_offload import ShelfSpec, new_script
 from tests.helpers.scripted_rig import TOKENS, half, make, settle, stored
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import plugin_tier
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.plugin_tier import FAILED_LOAD_BAN_S
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     WAIT_MAX_S,
@@ -277,6 +278,50 @@ def test_whole_requests_are_stored_at_their_end(resets: bool, count: int) -> Non
     assert len(offer[1]) == len(script.manager.ready) == count
     (job,) = script.workers[0].all_jobs.values()
     assert (job.blocks.group_sizes, job.blocks.block_indices) == ((count,), (7 - count,))
+
+
+def test_whole_requests_wait_for_their_end_also_where_the_tier_has_lost_something() -> None:
+    script = new_script(policy=OffloadPolicy.REQUEST_LEVEL)
+    rig = make(options={"offload_prompt_only": False})
+    tier = half(rig).plugin_tier
+    rig.add(TOKENS, 10)
+    for _ in range(6):
+        rig.step()
+        tier.guard_losses += 1
+    assert not script.calls["prepare_store"]
+    rig.run()
+    assert script.calls["prepare_store"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [PrepareStoreOutput([7], ShelfSpec([1]), []), PrepareStoreOutput([], ShelfSpec([]), [7])]
+)
+def test_keys_that_are_none_are_a_refusal(answer: PrepareStoreOutput) -> None:
+    script = new_script(answers={"prepare_store": answer})
+    rig = make()
+    rig.generate(TOKENS)
+    settle(rig, script)
+    assert script.calls["prepare_store"]
+    assert not half(rig)._open_stores
+
+
+def test_more_bad_blocks_than_can_be_remembered_close_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin_tier, "BANNED_MAX", 3)
+    script = new_script()
+    rig = make()
+    stored(rig, script)
+    mirror = half(rig).plugin_tier.mirror
+    keys = sorted(script.manager.ready)
+    mirror.ban(keys[:2])
+    mirror.ban(keys[2:4], until=5.0)
+    assert sorted(mirror.banned) == keys[:2], "those for a while go first"
+    mirror.ban(keys[2:4])
+    assert mirror.is_closed
+    lookups = script.calls["lookup"]
+    rig.generate(TOKENS)
+    assert script.calls["lookup"] == lookups
+    assert rig.connector.reset_cache() is not None
+    assert not mirror.is_closed
 
 
 def test_a_reset_during_copies_voids_them_and_is_flushed_once_they_ended() -> None:

@@ -101,6 +101,16 @@ def test_a_store_behind_the_device_starts_with_the_next_step() -> None:
     assert mover.take_report() is None
 
 
+def test_a_report_that_says_nothing_takes_no_other_with_it() -> None:
+    mover, worker = JobMover(made := Recorder()), made
+    mover.bind(orders(stores=[0]))
+    result = launch(mover, is_store=True)
+    worker.results = [TransferResult(None, True), TransferResult(0, True)]  # type: ignore[arg-type]
+    mover.check_health()
+    assert result.query()
+    assert result.error is None
+
+
 def test_a_store_whose_step_the_device_did_not_finish_fails() -> None:
     mover, worker = JobMover(made := Recorder()), made
     mover.bind(orders(stores=[0]))

@@ -12,9 +12,11 @@ from tests.helpers.offload_rig import prompt
 from tests.helpers.scripted_offload import new_script
 from tests.helpers.scripted_rig import TOKENS, make, settle, stored
 from vllm.distributed.kv_event_types import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     LookupResult,
+    OffloadingEvent,
     parse_tier_filter,
 )
 
@@ -43,6 +45,12 @@ def test_figures_reach_the_metrics_page() -> None:
     ):
         assert line in page
     assert "shelf_unknown" not in page
+
+
+def test_without_events_nothing_is_remembered_of_them() -> None:
+    tracker = OffloadingEventsTracker({}, self_describing=True, is_enabled=False)
+    assert tracker.convert([OffloadingEvent([b"k" * 36], "SHELF", removed=False)]) == []
+    assert tracker.present() == []
 
 
 @pytest.mark.parametrize("describes", [False, True])

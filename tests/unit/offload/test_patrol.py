@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.helpers.offload_rig import Rig, prompt
 from vllm.v1.simple_kv_offload.patrol import REQUESTS_PER_STEP, ROUNDS_PER_TURNOVER, HolePatrol
-from vllm.v1.simple_kv_offload.store_policy import describe_request_tokens
+from vllm.v1.simple_kv_offload.store_policy import StoreRequestState, describe_request_tokens
 
 
 def test_every_request_gets_its_turn() -> None:
@@ -35,6 +35,27 @@ def test_a_round_is_due_where_the_tier_has_lost_what_a_request_counts_on() -> No
     assert not state.patrol_from, "the round is over"
     rig.step()
     assert len(side.patrol) == 3, "and has filled the hole"
+    rig.run()
+    assert len(side.patrol) == 0
+
+
+def test_what_another_request_counts_on_too_is_guarded_after_one_has_ended() -> None:
+    rig = Rig(device_blocks=32)
+    long = rig.add(prompt(13), max_tokens=12)
+    rig.step()
+    rig.step()
+    side, tier = rig.manager.store_side, rig.manager.tier
+    state = side.states[long.request_id]
+    assert state.guarded_slots
+    other = StoreRequestState(long, (), [0])
+    slots = [tier.pool.blocks[slot] for slot in sorted(state.guarded_slots)]
+    for slot in slots:
+        side.patrol.guard(other, slot)
+    side.patrol.dismiss(other)
+    assert all(side.patrol.counts_on(state, slot) for slot in slots)
+    assert not side.patrol.has_work(side.stores, state)
+    tier.evict([slots[0].block_id])
+    assert side.patrol.has_work(side.stores, state)
     rig.run()
     assert len(side.patrol) == 0
 

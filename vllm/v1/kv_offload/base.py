@@ -264,8 +264,8 @@ class OffloadingManager(ABC):
     """Knows what is kept below the device, in the scheduler's process.
 
     Between ``prepare_store`` and ``complete_store`` content cannot be found; between ``prepare_load`` and ``complete_load``
-    it must not go away. All calls come from one thread, inside ``lock``, which is entered once and need not be one that
-    may be entered again. An exception counts as a miss, a refusal, or nothing.
+    it must not go away. All calls come from one thread, inside ``lock`` but for ``shutdown``; it is entered once and need not
+    be one that may be entered again. An exception counts as a miss, a refusal, or nothing.
     """
 
     @abstractmethod

@@ -37,6 +37,8 @@ class HolePatrol:
     def __init__(self, guarded: dict[int, BlockHashWithGroupId] | None = None) -> None:
         """``guarded``: where guards are kept, see `Tier.guarded`."""
         self._guarded: dict[int, BlockHashWithGroupId] = {} if guarded is None else guarded
+        # How many requests have guarded each slot and not been dismissed.
+        self._holders: dict[int, int] = {}
         self._dismissals = 0
         self._turn = 0
 
@@ -46,12 +48,17 @@ class HolePatrol:
             state.may_lack_copies = True
             return
         self._guarded[slot.block_id] = slot.block_hash
-        state.guarded_slots.add(slot.block_id)
+        if slot.block_id not in state.guarded_slots:
+            state.guarded_slots.add(slot.block_id)
+            self._holders[slot.block_id] = self._holders.get(slot.block_id, 0) + 1
 
     def dismiss(self, state: StoreRequestState) -> None:
-        """The request counts on nothing any more."""
+        """The request counts on nothing any more. What others count on stays guarded."""
         for slot_id in state.guarded_slots:
-            self._guarded.pop(slot_id, None)
+            self._holders[slot_id] -= 1
+            if not self._holders[slot_id]:
+                del self._holders[slot_id]
+                self._guarded.pop(slot_id, None)
         state.guarded_slots.clear()
         self._dismissals += 1
 
@@ -85,6 +92,11 @@ class HolePatrol:
         if state.may_lack_copies and (evicted or dismissals != self._dismissals):
             return stores.tier.evictions > 0
         return evicted >= max(1, stores.tier.num_blocks // ROUNDS_PER_TURNOVER)
+
+    def skip(self, stores: Stores, state: StoreRequestState) -> None:
+        """No round is due for this request, whatever has happened so far."""
+        self._note_changes(stores, state)
+        state.patrol_from = []
 
     def select_holes(
         self,
@@ -127,9 +139,12 @@ class HolePatrol:
         for block_id, key in reversed(missing):
             self._fill(stores, state, block_id, key, chosen)
 
-    def _begin(self, stores: Stores, state: StoreRequestState) -> None:
+    def _note_changes(self, stores: Stores, state: StoreRequestState) -> None:
         state.changes_seen = (self._num_losses(stores), self._dismissals, stores.tier.evictions)
         state.may_lack_copies = False
+
+    def _begin(self, stores: Stores, state: StoreRequestState) -> None:
+        self._note_changes(stores, state)
         state.patrol_from = [cursor - 1 for cursor in state.num_stored_blocks]
 
     def _num_losses(self, stores: Stores) -> int:

@@ -183,8 +183,13 @@ def _issuer(device: torch.device, stream: torch.cuda.Stream, copies: Copies) -> 
                 job.wait_event.synchronize()
             start = torch.cuda.Event(enable_timing=True)
             start.record(stream)
-            with torch.cuda.stream(stream):
-                ids = copies.issue(job)
+            try:
+                with torch.cuda.stream(stream):
+                    ids = copies.issue(job)
+            except BaseException:
+                # A part may be under way: nobody may have its blocks, nor the ids that it reads, until it has ended.
+                stream.synchronize()
+                raise
             event = torch.cuda.Event(enable_timing=True)
             event.record(stream)
             copies.small.keep(ids, event)

@@ -344,7 +344,7 @@ class ExampleConnector(KVConnectorBase_V1):
         )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if request.status is RequestStatus.FINISHED_ERROR:
+        if request.status is RequestStatus.FINISHED_ERROR and not request.has_read_nothing:
             # Whatever was wrong, such as logits that are no numbers, what it read and wrote is suspect.
             token_ids, mm_hashes = _prompt_of(request)
             num_tokens = aligned_length(len(token_ids), self._block_size)

@@ -30,10 +30,18 @@ class OffloadingEventGroupSpec:
 class OffloadingEventsTracker:
     """Turns a manager's events into KV events, one for each key.
 
-    ``self_describing``: where it is known, events carry tokens and parent; else only the hash.
+    ``self_describing``: where it is known, events carry tokens and parent; else only the hash. Not ``is_enabled``: nobody
+    hears of any, and nothing is remembered.
     """
 
-    def __init__(self, groups: Mapping[int, OffloadingEventGroupSpec], *, self_describing: bool) -> None:
+    def __init__(
+        self,
+        groups: Mapping[int, OffloadingEventGroupSpec],
+        *,
+        self_describing: bool,
+        is_enabled: bool = True,
+    ) -> None:
+        self._is_enabled = is_enabled
         self._groups = dict(groups)
         self._self_describing = self_describing
         self._infos: dict[OffloadKey, StoredBlockInfo] = {}
@@ -43,7 +51,7 @@ class OffloadingEventsTracker:
 
     def describe(self, key: OffloadKey, info: StoredBlockInfo | None) -> None:
         """Content that is being stored under this key stands for these tokens."""
-        if info is not None and self._self_describing:
+        if info is not None and self._self_describing and self._is_enabled:
             self._infos[key] = info
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
@@ -59,6 +67,8 @@ class OffloadingEventsTracker:
     def convert(self, events: Iterable[OffloadingEvent]) -> list[KVCacheEvent]:
         """The same as KV events."""
         converted: list[KVCacheEvent] = []
+        if not self._is_enabled:
+            return converted
         for event in events:
             for key in event.keys:
                 converted.append(self._removed(key, event) if event.removed else self._stored(key, event))

@@ -72,7 +72,8 @@ class GuardedManager(OffloadingManager):
             made = self.inner.prepare_store(keys, ctx)
             if made is None:
                 return None
-            return PrepareStoreOutput(list(made.keys_to_store), made.store_spec, list(made.evicted_keys))
+            target = _a(LoadStoreSpec, made.store_spec)  # type: ignore[type-abstract]
+            return PrepareStoreOutput(_keys(made.keys_to_store), target, _keys(made.evicted_keys))
 
         return None if self.resets_failed else self._faults.guard(None, prepare, "prepare_store")
 
@@ -192,4 +193,12 @@ def _a(kind: type[R], answer: R) -> R:
 
 
 def _plain_event(event: OffloadingEvent) -> OffloadingEvent:
-    return replace(_a(OffloadingEvent, event), keys=list(event.keys))
+    _a(str, _a(OffloadingEvent, event).medium)
+    return replace(event, keys=_keys(event.keys))
+
+
+def _keys(given: Iterable[OffloadKey]) -> list[OffloadKey]:
+    keys = list(given)
+    for key in keys:
+        _a(bytes, key)
+    return keys

@@ -12,6 +12,7 @@ from math import inf
 
 from vllm.distributed.kv_event_types import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.logger import init_logger
 from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId, make_block_hash_with_group_id
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
@@ -28,10 +29,12 @@ from vllm.v1.simple_kv_offload.tier import Tier, TierGeometry
 from vllm.v1.simple_kv_offload.transfer import StagedKey
 
 BANNED_MAX = 65_536
-"""Keys that are remembered as unusable; the oldest are asked for again."""
+"""Keys that are remembered as unusable. With more for good, the manager is not asked until the next reset."""
 FAILED_LOAD_BAN_S = 60.0
 """How long content is not asked for after a load of it has failed: else its request would try again at once, for ever."""
 NOBODY = ReqContext("")
+
+logger = init_logger(__name__)
 
 
 class MirrorPool(BlockPool):
@@ -52,6 +55,8 @@ class MirrorPool(BlockPool):
         )
         self.banned: dict[OffloadKey, float] = {}
         """Keys that are not asked for, and until when."""
+        self.is_closed = False
+        """Whether there were too many of them to be remembered."""
         self.now = 0.0
         self.is_put_off = False
         """Whether the manager put off an answer during the present question."""
@@ -103,8 +108,16 @@ class MirrorPool(BlockPool):
         """Content under these keys is not to be trusted, and the manager cannot be told."""
         for key in keys:
             self.banned[key] = max(until, self.banned.get(key, until))
-        while len(self.banned) > BANNED_MAX:
-            del self.banned[next(iter(self.banned))]
+        if len(self.banned) > BANNED_MAX:
+            # Those for good stay as long as there is room: what they stand for is wrong.
+            self.banned = {key: until for key, until in self.banned.items() if until == inf}
+        if len(self.banned) > BANNED_MAX and not self.is_closed:
+            self.is_closed = True
+            logger.error(
+                "KV offload: more than %d blocks of failed requests are not to be trusted; the manager is not asked "
+                "any more until the next reset",
+                BANNED_MAX,
+            )
 
     def _has(self, key: OffloadKey) -> bool:
         """Whether the manager has it now; a slot that stands for what it has no more is given up."""
@@ -112,7 +125,7 @@ class MirrorPool(BlockPool):
         if known is not None:
             return known
         answer = LookupResult.MISS
-        if not self.banned or self.banned.get(key, 0.0) <= self.now:
+        if not self.is_closed and (not self.banned or self.banned.get(key, 0.0) <= self.now):
             answer = self._manager.lookup(key, self._ctx)
         if answer is LookupResult.MISS:
             # Not those that are held: who loads from them was told otherwise, and may load from other tiers.
@@ -221,6 +234,7 @@ class PluginTier(Tier):
 
     def invalidate(self) -> int:
         self.mirror.banned.clear()
+        self.mirror.is_closed = False
         self._tracker.clear()
         return super().invalidate()
 

@@ -136,6 +136,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         self.tracker = OffloadingEventsTracker(
             {group.group_id: group.event_spec for group in self.config.groups},
             self_describing=self.config.self_describing_kv_events,
+            is_enabled=spec.config.enable_kv_cache_events,
         )
         super().__init__(
             vllm_config,
@@ -244,8 +245,10 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
     def _hold_back_whole_requests(self) -> None:
         """Those that are stored as a whole have nothing to store before their end."""
         for request_id in self._whole:
-            if request_id in self.store_side.states:
-                self.store_side.states[request_id].quiet_below = sys.maxsize
+            state = self.store_side.states.get(request_id)
+            if state is not None:
+                state.quiet_below = sys.maxsize
+                self.store_side.patrol.skip(self.store_side.stores, state)
 
     def _add_load_jobs(self, metadata: OffloadingConnectorMetadata) -> None:
         for req_ids, part in metadata.loads_by_request():
@@ -360,6 +363,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
     @in_turn
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The workers' report; what has ended is told to the manager."""
+        self.plugin_tier.mirror.now = self.clock.monotonic()
         super().update_connector_output(connector_output)
         self._complete()
 
@@ -447,9 +451,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         """Also what the manager has to do."""
         return super().has_pending_work() or self.manager.has_pending_work()
 
-    @in_turn
     def shutdown(self) -> None:
-        """End the manager. Idempotent."""
+        """End the manager, outside its lock: threads of its own that it waits for may want that. Idempotent."""
         self.manager.shutdown()
 
 

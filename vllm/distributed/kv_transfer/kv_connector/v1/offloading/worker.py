@@ -139,12 +139,17 @@ class JobMover(CopyBackend):
     def check_health(self) -> None:
         """Hear of what has ended."""
         try:
-            ended = [TransferResult(*_plain(result)) for result in self._worker.get_finished()]
+            told = list(self._worker.get_finished())
         except Exception:  # of a module from outside; what it has not told may be told later
             logger.exception("KV offload: the worker could not say which jobs have ended")
             return
-        for result in ended:
-            self._finish(result)
+        for result in told:
+            try:
+                ended = TransferResult(*_plain(result))
+            except Exception:  # each is told once: one that says nothing must not take others with it
+                logger.exception("KV offload: the worker reports %r", result)
+                continue
+            self._finish(ended)
 
     def _finish(self, ended: TransferResult) -> None:
         known = self._open.pop(ended.job_id, None)
