@@ -161,6 +161,7 @@ def test_a_child_of_several_connectors() -> None:
         OffloadingConnectorScheduler,
     )
     rig.connector.shutdown()
+    rig.close()
     assert script.manager.is_down
 
 
