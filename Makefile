@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE ?= 1
 
 COVERAGE := .coverage.brain
 COVERAGE_TESTS := tests/property tests/contract/test_connectors.py \
-	$(addprefix tests/unit/,kv_core kv_events kv_spec kv_transfer metrics offload planner sched structured_output v1)
+	$(addprefix tests/unit/,kv_core kv_events kv_offload kv_spec kv_transfer metrics offload planner sched structured_output v1)
 
 .PHONY: help setup serve test lint tidy unit e2e sim coverage demo-offload bench clean
 
