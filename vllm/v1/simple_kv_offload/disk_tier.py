@@ -30,6 +30,7 @@ from vllm.v1.simple_kv_offload.store_policy import (
 )
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import Candidate, StagedKey, StoreTable, Transfer, TransferState
+from vllm.v1.simple_kv_offload.unsettled import Unsettled
 
 logger = init_logger(__name__)
 
@@ -178,7 +179,8 @@ class DiskChain:
         self._speed = speed
         self._settings = settings
         self._leaving = make_key_set()
-        self._stores = Stores(host.pool, disk, self._leaving, frozenset(), settings.hash_block_size)
+        nothing = Unsettled(disk.group_ids, settings.hash_block_size)
+        self._stores = Stores(host.pool, disk, self._leaving, nothing, settings.hash_block_size)
         self._arriving: dict[int, tuple[Transfer, KVCacheBlock]] = {}
         self._waits: dict[str, _Wait] = {}
         self._failed_writes = 0

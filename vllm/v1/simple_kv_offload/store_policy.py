@@ -7,7 +7,7 @@ that left its window or changed owner since fails that test. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from vllm.v1.simple_kv_offload.admission import CopiedLately, ReuseFilter
 from vllm.v1.simple_kv_offload.eviction import Victims
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import Candidate, Candidates, Contents, StagedKey
+from vllm.v1.simple_kv_offload.unsettled import Unsettled, prefix_keys
 
 BlockTable = Sequence[Sequence[int]]
 
@@ -184,7 +185,7 @@ class Stores:
     device: BlockPool
     tier: Tier
     in_flight: KeySet
-    unsettled: Set[BlockHashWithGroupId]
+    unsettled: Unsettled
     hash_block_size: int
     prompt_only: bool = False
     """Whether only tokens of prompts are stored."""
@@ -307,31 +308,7 @@ def keys_between(
     stores: Stores, request: Request, start_tokens: int, end_tokens: int
 ) -> Iterator[BlockHashWithGroupId]:
     """Every key, in any group, under which a prefix of the request ending in ``(start, end]`` may be known."""
-    unit = stores.hash_block_size
-    for block_hash in request.block_hashes[start_tokens // unit : end_tokens // unit]:
-        for group in stores.tier.group_ids:
-            yield make_block_hash_with_group_id(block_hash, group)
-
-
-def unsettled_ranges(
-    requests: Iterable[Request], scheduled: Mapping[str, int], unit: int
-) -> dict[str, tuple[int, int]]:
-    """By request, the tokens ``(start, end]`` that steps in flight, the one being built included, are to compute.
-
-    Without ranges in which no ``unit`` tokens end: so it is with most requests in most steps. The device hashes
-    blocks before their bytes exist, and others may hit them: whoever holds such a block must not store it before the
-    step has been processed.
-    """
-    ranges = {}
-    for request in requests:
-        # What `confirmed_tokens` tells, without a call: this looks at every request in every step.
-        computed, in_flight = request.num_computed_tokens, request.num_in_flight_tokens
-        placeholders = request.num_output_placeholders
-        start = computed - (placeholders if placeholders > in_flight else in_flight)
-        end = computed + scheduled.get(request.request_id, 0)
-        if start // unit < end // unit:
-            ranges[request.request_id] = (max(0, start), end)
-    return ranges
+    return prefix_keys(request, stores.tier.group_ids, stores.hash_block_size, start_tokens, end_tokens)
 
 
 def find_source(stores: Stores, block_id: int, key: BlockHashWithGroupId) -> KVCacheBlock | None:
@@ -442,7 +419,7 @@ def find_endangered(stores: Stores, depth: int) -> Endangered:
     """Look at the next ``depth`` blocks of the device's free list."""
     queue, index = stores.device.free_block_queue, stores.tier.pool.cached_block_hash_to_block.entries
     suffixes = stores.tier.key_suffixes
-    return Endangered(*find_cached(queue, depth, suffixes, stores.unsettled, index, stores.in_flight))
+    return Endangered(*find_cached(queue, depth, suffixes, stores.unsettled.keys, index, stores.in_flight))
 
 
 def select_endangered(

@@ -33,10 +33,10 @@ from vllm.v1.simple_kv_offload.store_policy import (
     select_new,
     select_tail,
     stable_groups,
-    unsettled_ranges,
 )
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import Candidates, StoreTable, Transfer, TransferState
+from vllm.v1.simple_kv_offload.unsettled import Unsettled
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StoreSide:
 
     def __init__(self, tier: Tier, device: BlockPool, settings: StoreSettings) -> None:
         self.in_flight = make_key_set()
-        self.unsettled: set[BlockHashWithGroupId] = set()
+        self.unsettled = Unsettled(tier.group_ids, settings.hash_block_size)
         self.stores = Stores(
             device,
             tier,
@@ -88,9 +88,6 @@ class StoreSide:
         self._tier = tier
         self._settings = settings
         self._step = 0
-        self._computing: dict[str, tuple[int, int]] = {}
-        # Keys that ended or preempted requests left unsettled, with the step from which on they are settled.
-        self._left_behind: list[tuple[int, set[BlockHashWithGroupId]]] = []
         self._preempted: list[Request] = []
         self._unwanted: set[int] = set()
         self._num_groups = len(tier.config.kv_cache_groups)
@@ -108,21 +105,10 @@ class StoreSide:
 
     def settle(self, scheduled: Mapping[str, int]) -> None:
         """Find out anew what steps in flight, and the one being built, are still to compute."""
-        self.unsettled.clear()
-        self._computing = unsettled_ranges(self.requests.values(), scheduled, self.stores.hash_block_size)
-        for request_id, (start, end) in self._computing.items():
-            self.unsettled.update(keys_between(self.stores, self.requests[request_id], start, end))
-        if self._left_behind:
-            self._left_behind = [entry for entry in self._left_behind if entry[0] > self._step]
-            for _, keys in self._left_behind:
-                self.unsettled |= keys
+        self.unsettled.settle(self.requests, scheduled, self._step)
 
     def _leave_behind(self, request: Request, num_confirmed: int) -> None:
-        """The request lets go of its blocks; what its steps in flight were to compute stays unsettled with them."""
-        start, end = self._computing.pop(request.request_id, (0, 0))
-        keys = set(keys_between(self.stores, request, max(start, num_confirmed), end))
-        if keys:
-            self._left_behind.append((self._step + self._settings.max_steps_in_flight, keys))
+        self.unsettled.leave_behind(request, num_confirmed, self._step + self._settings.max_steps_in_flight)
 
     def begin_step(self, output: SchedulerOutput) -> None:
         """Follow the block tables of the step; a preempted request starts over."""
@@ -332,7 +318,7 @@ class StoreSide:
         self._offer(request)
         if state is not None:
             self._leave_behind(request, confirmed_tokens(request))
-            self.settle({})
+            self.unsettled.results_came()
             chosen = self.new_selection(state)
             if len(block_ids) == self._num_groups and any(block_ids):
                 advance = select_new(self.stores, state, block_ids, self._stable, chosen)
