@@ -17,6 +17,7 @@ import pytest
 from tests.helpers.offload_rig import full, mamba, prompt, window
 from tests.helpers.rank_rig import ProcessRig, RankProcess, RankRig
 from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.simple_kv_offload import sizing
 from vllm.v1.simple_kv_offload.copy_backends import shared_host
 
 
@@ -111,6 +112,17 @@ def test_what_is_alike_takes_memory_once(
     assert rig.manager.num_cpu_blocks == share * size // 4 // block
     (segment,) = folder.iterdir()
     assert 0.98 * size <= segment.stat().st_size <= 1.02 * size
+
+
+def test_the_table_of_tiny_blocks_counts_into_the_budget(rigs: list[RankRig], folder: Path) -> None:
+    size, tiny = 32 << 20, ALIKE.copy_with_new_block_size(64)
+    rig = RankRig([tiny], ranks=2, extra={"cpu_bytes_to_use": size, "num_cpu_blocks": None})
+    rigs.append(rig)
+    (segment,) = folder.iterdir()
+    table_and_blocks = segment.stat().st_size
+    assert rig.manager.num_cpu_blocks < size // tiny.page_size_bytes
+    taken = table_and_blocks + sizing.VIEW_BYTES * rig.manager.num_cpu_blocks
+    assert 0.98 * size <= taken <= 1.02 * size
 
 
 def test_xfer_06_a_rank_with_nothing_to_write_reports_and_is_waited_for(rigs: list[RankRig]) -> None:

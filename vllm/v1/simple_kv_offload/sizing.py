@@ -1,6 +1,7 @@
-"""How many blocks the ranks agree on.
+"""How many blocks a budget makes, and the ranks agree on.
 
-Owns the one exchange between ranks at start-up; the arithmetic is in `capacity`. Layer L6.
+Owns the one exchange between ranks at start-up, and which sizes of an engine count; the arithmetic is in `capacity`.
+Layer L6.
 """
 
 from __future__ import annotations
@@ -8,7 +9,18 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from vllm.v1.simple_kv_offload.capacity import gpu_total_bytes
+from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_view import device_block_bytes
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.simple_kv_offload.capacity import SMALL_RECORDS_BYTES, fit_blocks, gpu_total_bytes, record_bytes
+from vllm.v1.simple_kv_offload.copy_backends.shared_host import keys_per_slot
+from vllm.v1.simple_kv_offload.copy_backends.shared_segment import HEAD_BYTES, PAGE, SegmentShape
+from vllm.v1.simple_kv_offload.options import OffloadOptions
+from vllm.v1.simple_kv_offload.rank_parts import count_parts
+
+VIEW_BYTES = 768
+"""What one engine keeps of a slot of a shared pool, beside the pool's own record."""
 
 
 def sync_num_offload_blocks_across_workers(num_blocks: int) -> int:
@@ -26,4 +38,33 @@ def sync_num_offload_blocks_across_workers(num_blocks: int) -> int:
     return int(value.item())
 
 
-__all__ = ["dist", "gpu_total_bytes", "sync_num_offload_blocks_across_workers"]
+def cpu_bytes_for_copies(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: OffloadOptions
+) -> int:
+    """Bytes per rank of a host tier's blocks: less than the budget where the blocks are so small that their records count.
+
+    The budget itself for a number of blocks that the user has chosen.
+    """
+    parallel, world_size = vllm_config.parallel_config, vllm_config.parallel_config.world_size
+    if options.num_cpu_blocks is not None or options.is_disk:
+        return options.cpu_bytes
+    parts, fixed, record = world_size, SMALL_RECORDS_BYTES, 0
+    if options.shared_pool is None:
+        events = vllm_config.kv_events_config
+        groups = kv_cache_config.prefix_cacheable_groups
+        tokens = max((group.kv_cache_spec.block_size for group in groups), default=0)
+        record = record_bytes(tokens, has_events=events is not None and events.enable_kv_cache_events)
+    else:  # with or without events, engines must come to the same size
+        dcp_size = parallel.decode_context_parallel_size
+        parts = count_parts(kv_cache_config, parallel.tensor_parallel_size, dcp_size)
+        table = SegmentShape(b"", 1, keys_per_slot(vllm_config, kv_cache_config), ())
+        num_regions = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+        fixed, record = HEAD_BYTES + PAGE * (1 + num_regions), VIEW_BYTES + table.record_bytes
+    slot_bytes = device_block_bytes(kv_cache_config, parts)
+    if slot_bytes <= 0:
+        return options.cpu_bytes
+    num_slots = fit_blocks(options.cpu_bytes * world_size, slot_bytes, record, fixed)
+    return min(options.cpu_bytes, max(1, cdiv(num_slots * slot_bytes, world_size)))
+
+
+__all__ = ["cpu_bytes_for_copies", "dist", "gpu_total_bytes", "sync_num_offload_blocks_across_workers"]

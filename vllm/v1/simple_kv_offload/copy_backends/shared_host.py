@@ -161,20 +161,24 @@ def join_shared_pool(vllm_config: VllmConfig, name: str) -> SharedSegment:
 def segment_shape(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, row_bytes: Mapping[str, int], num_slots: int
 ) -> SegmentShape:
-    """What engines must agree on, the number of their ranks included.
-
-    A slot may have a key per hash unit of its largest group's block.
-    """
+    """What engines must agree on, the number of their ranks included."""
     parallel = vllm_config.parallel_config
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     dcp = parallel.decode_context_parallel_size
-    largest = max(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups) * dcp
     content = hashlib.sha256(kv_digest(vllm_config, kv_cache_config))
     num_parts = count_parts(kv_cache_config, parallel.tensor_parallel_size, dcp)
     layout = (hash_block_size, list(row_bytes.items()), parallel.world_size, num_parts)
     content.update(repr(layout).encode())
-    keys_per_slot = max(1, -(-largest // hash_block_size))
-    return SegmentShape(content.digest(), num_slots, keys_per_slot, tuple(row_bytes.values()), num_parts)
+    num_keys = keys_per_slot(vllm_config, kv_cache_config)
+    return SegmentShape(content.digest(), num_slots, num_keys, tuple(row_bytes.values()), num_parts)
+
+
+def keys_per_slot(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """A slot may have a key per hash unit of its largest group's block."""
+    _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    largest = max(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups) * dcp
+    return max(1, -(-largest // hash_block_size))
 
 
 def segment_path(folder: str, name: str, digest: bytes) -> str:

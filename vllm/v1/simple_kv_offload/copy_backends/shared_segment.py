@@ -47,6 +47,8 @@ _ATTACHERS, _ATTACHER_WORDS = 64, 4
 _ACTIVE, _PID, _ENGINE, _LEFT_NS = range(_ATTACHER_WORDS)
 _LOG = 512
 _SLOTS = _LOG + LOG_SLOTS
+HEAD_BYTES = 8 * _SLOTS
+"""What a file has before the slots' records."""
 # A slot: generation and state, epoch of its keys, who holds it (a bit each), stamp (signed), number of keys, keys.
 _CONTROL, _BORN, _HOLDERS, _STAMP, _NUM_KEYS, _KEYS = range(6)
 _KEY_WORDS = 6  # length and key, tokens (signed, -1 = unknown)
@@ -77,9 +79,14 @@ class SegmentShape:
         return _KEYS + self.keys_per_slot * _KEY_WORDS
 
     @property
+    def record_bytes(self) -> int:
+        """Bytes of one slot's record."""
+        return 8 * self.slot_words
+
+    @property
     def region_starts(self) -> tuple[int, ...]:
         """First byte of each region, and the end of the last: the size of the file."""
-        starts = [_aligned(8 * (_SLOTS + self.num_slots * self.slot_words))]
+        starts = [_aligned(HEAD_BYTES + self.num_slots * self.record_bytes)]
         for size in self.row_bytes:
             starts.append(_aligned(starts[-1] + size * self.num_slots * self.num_parts))
         return tuple(starts)
