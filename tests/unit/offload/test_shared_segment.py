@@ -408,6 +408,10 @@ def test_more_changes_than_the_log_keeps_are_seen_too(path: Path, monkeypatch: p
     assert a.order() == b.order()
 
 
+# However slow the machine is at starting processes.
+KILLS_MIN = 6
+
+
 @pytest.mark.parametrize("num_slots", [6, 40])
 def test_processes_that_are_killed_at_random_never_leave_wrong_bytes(tmp_path: Path, num_slots: int) -> None:
     path, size, rng = tmp_path / "segment", shape(num_slots), random.Random(num_slots)
@@ -419,8 +423,9 @@ def test_processes_that_are_killed_at_random_never_leave_wrong_bytes(tmp_path: P
 
     survivor = start(1)
     num_killed, victims = 0, [start(seed) for seed in (2, 3)]
-    deadline = time.monotonic() + 3.0
-    while time.monotonic() < deadline:
+    started = time.monotonic()
+    while (passed_s := time.monotonic() - started) < 3.0 or num_killed < KILLS_MIN:
+        assert passed_s < 120.0, f"only {num_killed} processes could be started"
         time.sleep(rng.uniform(0.0, 0.1))
         place = rng.randrange(len(victims))
         victim = victims[place]
@@ -440,7 +445,6 @@ def test_processes_that_are_killed_at_random_never_leave_wrong_bytes(tmp_path: P
     counts = Counter(json.loads((tmp_path / "report").read_text()))
     assert counts["hit"] > 0
     assert counts["finish"] > 0
-    assert num_killed > 5
     assert not path.exists(), "the last engine removes it"
 
 
