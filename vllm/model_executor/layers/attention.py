@@ -6,14 +6,16 @@ Owns: the mixer of ordinary decoder layers. Must not know: a model's other layer
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.parallel_state import TPGroup, get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import Linear, StackedLinear
+from vllm.model_executor.layers.linear import RowLinear, StackedLinear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.sharding import Shard, Slot
 from vllm.v1.attention.backend import StepMeta
 from vllm.v1.attention.compute import ComputeBackend
 from vllm.v1.attention.pages import KVHeadPages, slots_of
@@ -36,9 +38,17 @@ class AttentionShape:
     window: int | None = None
     scale: float | None = None
 
+    def of_rank(self, tp: TPGroup) -> AttentionShape:
+        """What a rank has of it; with fewer KV heads than ranks, neighbours have the same one."""
+        kv_heads = max(1, self.num_kv_heads // tp.size)
+        return replace(self, num_heads=self.num_heads // tp.size, num_kv_heads=kv_heads)
+
 
 class GroupedQueryAttention(nn.Module):
-    """`x [T, D] → [T, D]`; writes this step's keys and values to its pages first, then attends over them."""
+    """`x [T, D] → [T, D]`; writes this step's keys and values to its pages first, then attends over them.
+
+    `shape` states the heads of all tensor-parallel ranks together; `pages` are those of this one.
+    """
 
     def __init__(
         self,
@@ -49,13 +59,17 @@ class GroupedQueryAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.attend = backend.paged_attention
+        tp = get_tp_group()
+        shards = [Shard.of_rank(tp), *[Shard.of_kv_heads(tp, shape.num_kv_heads)] * 2]
+        all_heads = shape.num_heads * shape.head_dim
+        shape = shape.of_rank(tp)
         self.shape = shape
         self.pages = pages
         self.rope = rope
         self.scale = shape.scale if shape.scale is not None else shape.head_dim**-0.5
         sizes = [n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-        self.qkv = StackedLinear(shape.hidden_size, sizes, shape.dtype, shape.qkv_bias)
-        self.out = Linear(sizes[0], shape.hidden_size, shape.dtype, shape.out_bias)
+        self.qkv = StackedLinear(shape.hidden_size, sizes, shape.dtype, shape.qkv_bias, shards)
+        self.out = RowLinear(all_heads, shape.hidden_size, shape.dtype, shape.out_bias)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if shape.qk_norm_eps is not None:
@@ -78,7 +92,7 @@ class GroupedQueryAttention(nn.Module):
         attended = self.attend(q, self.pages, meta, group, self.scale, shape.window)
         return self.out.forward(attended.view(tokens, -1))
 
-    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.qkv.part_slots([f"{prefix}.{n}_proj" for n in "qkv"])
         yield from self.out.weight_slots(f"{prefix}.o_proj")
         if self.q_norm is not None and self.k_norm is not None:

@@ -3,6 +3,7 @@
 Owns: the router rules and the grouping of tokens by expert. Must not know: models. Layer L6.
 
 A token's result depends on nothing but the token: its experts' outputs are summed in the order of its own choice.
+Tensor-parallel ranks share out the intermediate values of every expert; all of them route all tokens alike.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vllm import _custom_ops as ops
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.activation import get_gated_activation
 from vllm.model_executor.layers.linear import WeightHolder, frozen
 from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.sharding import Shard, Slot
 
 __all__ = ["MoeShape", "SharedExpertMoE", "route_sigmoid_bias"]
 
@@ -72,7 +75,8 @@ class SharedExpertMoE(WeightHolder):
     def __init__(self, shape: MoeShape) -> None:
         super().__init__()
         self.shape = shape
-        e, d, i = shape.num_experts, shape.hidden_size, shape.intermediate_size
+        self.tp = get_tp_group()
+        e, d, i = shape.num_experts, shape.hidden_size, shape.intermediate_size // self.tp.size
         self.router = frozen(e, d, dtype=torch.float32)
         self.router_bias = frozen(e, dtype=torch.float32)
         self.gate_up = frozen(e, 2 * i, d, dtype=shape.dtype)
@@ -80,13 +84,14 @@ class SharedExpertMoE(WeightHolder):
         self.activation = get_gated_activation("silu", shape.limit)
         self.shared: GatedMLP | None = None
         if shape.num_shared:
-            self.shared = GatedMLP((d, i * shape.num_shared), shape.dtype, limit=shape.limit)
+            sizes = (d, shape.intermediate_size * shape.num_shared)
+            self.shared = GatedMLP(sizes, shape.dtype, limit=shape.limit)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, experts = route_sigmoid_bias(F.linear(x.float(), self.router), self.router_bias, self.shape)
         routed = self._run_experts(x, experts)
         out = torch.einsum("tk,tkd->td", weights, routed.float()).to(x.dtype)
-        return out + self.shared.forward(x) if self.shared is not None else out
+        return self.tp.all_reduce(out + self.shared.partial(x) if self.shared is not None else out)
 
     def _run_experts(self, x: Tensor, experts: Tensor) -> Tensor:
         """Outputs `[T, k, D]` of each token's experts; every expert runs once over all of its tokens."""
@@ -105,13 +110,14 @@ class SharedExpertMoE(WeightHolder):
         out[order] = results
         return out.view(tokens, k, -1)
 
-    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield f"{prefix}.gate.weight", self.router
         yield f"{prefix}.gate.e_score_correction_bias", self.router_bias
+        shard = Shard.of_rank(self.tp)
         for e in range(self.shape.num_experts):
             gate, up = self.gate_up[e].chunk(2)
-            yield f"{prefix}.experts.{e}.gate_proj.weight", gate
-            yield f"{prefix}.experts.{e}.up_proj.weight", up
-            yield f"{prefix}.experts.{e}.down_proj.weight", self.down[e]
+            yield f"{prefix}.experts.{e}.gate_proj.weight", shard.slot(gate)
+            yield f"{prefix}.experts.{e}.up_proj.weight", shard.slot(up)
+            yield f"{prefix}.experts.{e}.down_proj.weight", shard.slot(self.down[e], axis=1)
         if self.shared is not None:
             yield from self.shared.weight_slots(f"{prefix}.shared_experts")

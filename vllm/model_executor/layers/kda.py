@@ -6,17 +6,19 @@ Owns: the linear-attention mixer and how it uses its state pages. Must not know:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vllm import _custom_ops as ops
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.conv1d_state import conv_sequence, conv_step
 from vllm.model_executor.layers.delta_rule import DeltaInputs, delta_rule, l2_normalise
 from vllm.model_executor.layers.layernorm import GatedRMSNorm
-from vllm.model_executor.layers.linear import Linear, StackedLinear, frozen
+from vllm.model_executor.layers.linear import Linear, RowLinear, StackedLinear, frozen
+from vllm.model_executor.layers.sharding import WHOLE, Shard, Slot
 from vllm.v1.attention.backend import GroupMeta, StepMeta
 from vllm.v1.attention.pages import StatePages
 
@@ -42,25 +44,31 @@ class KdaShape:
 
 
 class KimiDeltaAttention(nn.Module):
-    """`x [T, D] → [T, D]`; reads and writes one state page per request (conv rows, recurrent state)."""
+    """`x [T, D] → [T, D]`; reads and writes one state page per request (conv rows, recurrent state).
+
+    `shape` states the heads of all tensor-parallel ranks together; they are dealt to the ranks with all their channels.
+    """
 
     def __init__(self, shape: KdaShape, pages: StatePages) -> None:
         super().__init__()
+        shard = Shard.of_rank(get_tp_group())
+        all_channels = shape.width
+        shape = replace(shape, num_heads=shape.num_heads // shard.count)
+        self.shard = shard
         self.shape = shape
         self.pages = pages
         width, dtype = shape.width, shape.dtype
-        self.qkv = StackedLinear(shape.hidden_size, [width, width, width], dtype)
+        self.qkv = StackedLinear(shape.hidden_size, [width] * 3, dtype, shards=[shard] * 3)
         # Narrow projections of x in one product: decay and output gate (low rank), strength.
-        self.narrow = StackedLinear(
-            shape.hidden_size, [shape.head_dim, shape.head_dim, shape.num_heads], dtype
-        )
-        self.decay_up = Linear(shape.head_dim, width, dtype)
-        self.gate_up = Linear(shape.head_dim, width, dtype)
+        narrow = [shape.head_dim, shape.head_dim, shape.num_heads]
+        self.narrow = StackedLinear(shape.hidden_size, narrow, dtype, shards=[WHOLE, WHOLE, shard])
+        self.decay_up = Linear(shape.head_dim, width, dtype, shard=shard)
+        self.gate_up = Linear(shape.head_dim, width, dtype, shard=shard)
         self.conv = frozen(3 * width, 1, shape.kernel, dtype=torch.float32)
         self.decay_rate_log = frozen(shape.num_heads, dtype=torch.float32)
         self.decay_bias = frozen(width, dtype=torch.float32)
         self.norm = GatedRMSNorm(shape.head_dim, shape.eps, dtype)
-        self.out = Linear(width, shape.hidden_size, dtype)
+        self.out = RowLinear(all_channels, shape.hidden_size, dtype)
 
     def forward(self, x: Tensor, meta: StepMeta) -> Tensor:
         shape = self.shape
@@ -136,14 +144,14 @@ class KimiDeltaAttention(nn.Module):
                 states[target] = state
             start = end
 
-    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.qkv.part_slots([f"{prefix}.{n}_proj" for n in "qkv"])
         yield from self.narrow.part_slots([f"{prefix}.{n}_proj" for n in ("f_a", "g_a", "b")])
         yield from self.decay_up.weight_slots(f"{prefix}.f_b_proj")
         yield from self.gate_up.weight_slots(f"{prefix}.g_b_proj")
         for name, weight in zip("qkv", self.conv.chunk(3), strict=True):
-            yield f"{prefix}.{name}_conv1d.weight", weight
-        yield f"{prefix}.A_log", self.decay_rate_log
-        yield f"{prefix}.dt_bias", self.decay_bias
+            yield f"{prefix}.{name}_conv1d.weight", self.shard.slot(weight)
+        yield f"{prefix}.A_log", self.shard.slot(self.decay_rate_log)
+        yield f"{prefix}.dt_bias", self.shard.slot(self.decay_bias)
         yield from self.norm.weight_slots(f"{prefix}.o_norm")
         yield from self.out.weight_slots(f"{prefix}.o_proj")

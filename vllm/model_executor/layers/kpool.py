@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import Linear, StackedLinear, frozen
+from vllm.model_executor.layers.sharding import Slot
 from vllm.v1.attention.backend import StepMeta
 from vllm.v1.attention.pages import RingPages, RowPages, ring_slots, slots_of
 
@@ -178,7 +179,7 @@ class KpoolIndexer(nn.Module):
             tokens |= (keys >= complete * shape.pool) & (keys <= positions)
         return mask
 
-    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.query.weight_slots(f"{prefix}.wq_b")
         key, gate, weights = self.narrow.weight.split(self.narrow.parts)
         yield f"{prefix}.wk.weight", key

@@ -4,6 +4,10 @@ Owns: the stacked weight layout and which rows belong to which checkpoint name. 
 
 Every layer of this package offers `weight_slots(prefix)`: pairs of checkpoint name and the tensor (often a view of a
 stacked weight) that receives it. The loader copies by name into these views, so fused layers need no loading code.
+
+Tensor parallelism. A layer whose outputs are dealt to the ranks needs nothing but its `shard`; `RowLinear` takes such
+outputs as its inputs, and what the ranks have computed of each output is added up. A slot says which part of the
+checkpoint's tensor it receives. With one rank every shard is the whole and nothing is added.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from vllm import _custom_ops as ops
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.sharding import WHOLE, Shard, Slot
 
-__all__ = ["Linear", "StackedLinear", "WeightHolder", "frozen"]
+__all__ = ["Linear", "RowLinear", "StackedLinear", "WeightHolder", "frozen"]
 
 _SLICE = 1 << 20
 
@@ -54,41 +60,79 @@ def _fits(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 class Linear(WeightHolder):
-    """`y = x Wᵀ + b`, weight `[outputs, inputs]`."""
+    """`y = x Wᵀ + b`, weight `[outputs, inputs]`; `shard`: which part of the checkpoint's outputs these are."""
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
+        self.shard = shard
         self.weight = frozen(outputs, inputs, dtype=dtype)
         self.bias = frozen(outputs, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
 
-    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{prefix}.weight", self.weight
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        yield f"{prefix}.weight", self.shard.slot(self.weight)
         if self.bias is not None:
-            yield f"{prefix}.bias", self.bias
+            yield f"{prefix}.bias", self.shard.slot(self.bias)
+
+
+class RowLinear(Linear):
+    """A `Linear` over inputs that are dealt to the ranks: `inputs` of all ranks together, outputs on every rank."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False) -> None:
+        tp = get_tp_group()
+        super().__init__(inputs // tp.size, outputs, dtype, bias, Shard.of_rank(tp))
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return super().forward(x)
+        total = self.tp.all_reduce(self.partial(x))
+        return total if self.bias is None else total + self.bias
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum, without bias."""
+        return ops.linear(x, self.weight)
+
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        yield f"{prefix}.weight", self.shard.slot(self.weight, axis=1)
+        if self.bias is not None:
+            yield f"{prefix}.bias", WHOLE.slot(self.bias)
 
 
 class StackedLinear(Linear):
-    """Several projections of the same input as one matrix product; `parts` are their output sizes in order."""
+    """Several projections of the same input as one matrix product; `parts` are their output sizes in order.
 
-    def __init__(self, inputs: int, parts: Sequence[int], dtype: torch.dtype, bias: bool = False) -> None:
+    `shards`: which part of the checkpoint's outputs each of them is; all of them if left out.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        parts: Sequence[int],
+        dtype: torch.dtype,
+        bias: bool = False,
+        shards: Sequence[Shard] | None = None,
+    ) -> None:
         super().__init__(inputs, sum(parts), dtype, bias)
         self.parts = list(parts)
+        self.shards = list(shards) if shards is not None else [WHOLE] * len(self.parts)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """Views of the parts in the output of `forward`."""
         parts: tuple[Tensor, ...] = y.split(self.parts, dim=-1)
         return parts
 
-    def part_slots(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    def part_slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         """Slots of the parts, given the checkpoint name of each (without ".weight")."""
         weights = self.weight.split(self.parts)
         biases: Sequence[Tensor | None] = (
             self.bias.split(self.parts) if self.bias is not None else [None] * len(self.parts)
         )
-        for name, weight, bias in zip(names, weights, biases, strict=True):
-            yield f"{name}.weight", weight
+        for name, shard, weight, bias in zip(names, self.shards, weights, biases, strict=True):
+            yield f"{name}.weight", shard.slot(weight)
             if bias is not None:
-                yield f"{name}.bias", bias
+                yield f"{name}.bias", shard.slot(bias)

@@ -4,19 +4,24 @@ Owns: the low-rank projections and their absorbed form. Must not know: how token
 
 Only the normed latent row `c` of a token is cached. Keys and values would be `W_k c` and `W_v c`; instead the query is
 taken into latent space (`q W_k`), attention runs over the latent rows, and `W_v` is applied to what comes out.
+
+Tensor-parallel ranks share out the query heads. The latent row has no heads: every rank computes and caches all of it,
+and its indexer too, from inputs that are the same on all ranks, so that the pages of the ranks are equal byte for byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.kpool import KpoolIndexer, Selection
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import Linear, StackedLinear, frozen
+from vllm.model_executor.layers.linear import Linear, RowLinear, StackedLinear, frozen
+from vllm.model_executor.layers.sharding import Shard, Slot
 from vllm.v1.attention.backend import StepMeta
 from vllm.v1.attention.compute import ComputeBackend
 from vllm.v1.attention.pages import RowPages, slots_of
@@ -26,7 +31,7 @@ __all__ = ["LatentShape", "SparseLatentAttention"]
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Sizes of one layer: query rank, latent width, and per head the key and value sizes."""
+    """Sizes of one layer over all ranks: query rank, latent width, and per head the key and value sizes."""
 
     hidden_size: int
     num_heads: int
@@ -47,6 +52,9 @@ class SparseLatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.attend = backend.latent_attention
+        self.shard = Shard.of_rank(get_tp_group())
+        all_heads = shape.num_heads
+        shape = replace(shape, num_heads=all_heads // self.shard.count)
         self.shape = shape
         self.pages = pages
         self.indexer = indexer
@@ -54,9 +62,9 @@ class SparseLatentAttention(nn.Module):
         self.low = StackedLinear(shape.hidden_size, [shape.q_rank, shape.latent], dtype, shape.has_bias)
         self.q_norm = RMSNorm(shape.q_rank, shape.eps, dtype)
         self.latent_norm = RMSNorm(shape.latent, shape.eps, dtype)
-        self.query = Linear(shape.q_rank, heads * shape.key_dim, dtype)
+        self.query = Linear(shape.q_rank, heads * shape.key_dim, dtype, shard=self.shard)
         self.expand = frozen(heads * (shape.key_dim + shape.value_dim), shape.latent, dtype=dtype)
-        self.out = Linear(heads * shape.value_dim, shape.hidden_size, dtype, shape.has_bias)
+        self.out = RowLinear(all_heads * shape.value_dim, shape.hidden_size, dtype, shape.has_bias)
 
     def forward(self, x: Tensor, meta: StepMeta, selection: Selection | None) -> tuple[Tensor, Selection]:
         """Returns the output and the selection it used, for layers that share it."""
@@ -79,12 +87,12 @@ class SparseLatentAttention(nn.Module):
         values = torch.matmul(mixed.to(x.dtype).transpose(0, 1), to_value.transpose(1, 2))
         return self.out.forward(values.transpose(0, 1).flatten(1)), selection
 
-    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.low.part_slots([f"{prefix}.q_a_proj", f"{prefix}.kv_a_proj_with_mqa"])
         yield from self.q_norm.weight_slots(f"{prefix}.q_a_layernorm")
         yield from self.latent_norm.weight_slots(f"{prefix}.kv_a_layernorm")
         yield from self.query.weight_slots(f"{prefix}.q_b_proj")
-        yield f"{prefix}.kv_b_proj.weight", self.expand
+        yield f"{prefix}.kv_b_proj.weight", self.shard.slot(self.expand)
         yield from self.out.weight_slots(f"{prefix}.o_proj")
         if self.indexer is not None:
             yield from self.indexer.weight_slots(f"{prefix}.indexer")

@@ -1,5 +1,7 @@
 """Reads tensors of a GGUF file, dequantised, under the names that the models use.
 
+Ranks of a tensor-parallel group read only the blocks that hold their part of a tensor.
+
 Owns: block formats (F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q6_K), tensor names, the row order of rotary heads.
 Must not know: models, the header format (transformers_utils/gguf_metadata.py). Layer L6.
 """
@@ -17,9 +19,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vllm.model_executor.layers.rotary_embedding import ROPE_FACTORS
+from vllm.model_executor.layers.sharding import Part
 from vllm.transformers_utils.gguf_metadata import GGUFHeader, GGUFTensorInfo, read_gguf_header
 
-__all__ = ["dequantise", "iter_gguf", "tensor_name"]
+__all__ = ["GGUFWeight", "dequantise", "iter_gguf", "tensor_name"]
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -141,6 +144,51 @@ def dequantise(data: Bytes, type_number: int, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(values.copy())
 
 
+class GGUFWeight:
+    """A tensor of a mapped file; what is asked for is read and dequantised to fp32.
+
+    `heads`: into how many groups of rows the file has permuted it, 0 if it has not.
+    """
+
+    def __init__(self, info: GGUFTensorInfo, data: Bytes, heads: int = 0) -> None:
+        self._info, self._data, self._heads = info, data, heads
+        self.shape = info.shape
+
+    def __getitem__(self, part: Part, /) -> Tensor:
+        """`ValueError` for a part of a tensor whose rows are no whole blocks, or that cuts through a permuted head."""
+        data = np.asarray(self._data)
+        if not part:
+            tensor = dequantise(data, self._info.type_number, self.shape)
+            return _unpermute(tensor, self._heads) if self._heads else tensor
+        # The last axis is that of the blocks; a vector is one row.
+        *outer, columns = (range(n)[along] for n, along in zip(self.shape, part, strict=True))
+        rows = outer[0] if outer else range(1)
+        form = _FORMATS[self._info.type_number]
+        num_blocks, rest = divmod(self.shape[-1], form.values)
+        if len(outer) > 1 or rest:
+            raise ValueError(
+                f"GGUF tensor {self._info.name!r} {self.shape} cannot be shared by ranks: its rows are no whole"
+                f" {form.name} blocks of {form.values} values"
+            )
+        first, end = columns.start // form.values, -(-columns.stop // form.values)
+        blocks = data.reshape(-1, num_blocks, form.size)[rows.start : rows.stop, first:end]
+        wide = dequantise(
+            np.ascontiguousarray(blocks), self._info.type_number, (len(rows), (end - first) * form.values)
+        )
+        skip = first * form.values
+        tensor = wide[:, columns.start - skip : columns.stop - skip]
+        tensor = tensor if outer else tensor[0]
+        return self._unpermuted(tensor, outer[0] if outer else columns) if self._heads else tensor
+
+    def _unpermuted(self, tensor: Tensor, rows: range) -> Tensor:
+        size = self.shape[0] // self._heads
+        if rows.start % size or rows.stop % size:
+            raise ValueError(
+                f"GGUF tensor {self._info.name!r}: rows {rows.start} to {rows.stop} are no whole heads of {size}"
+            )
+        return _unpermute(tensor, len(rows) // size)
+
+
 def _num_bytes(path: Path, info: GGUFTensorInfo) -> int:
     form = _FORMATS.get(info.type_number)
     if form is None:
@@ -165,8 +213,8 @@ def _permuted_heads(header: GGUFHeader) -> dict[str, int]:
     return {"attn_q": heads, "attn_k": kv_heads}
 
 
-def iter_gguf(path: Path, show_progress: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yields (model's name, fp32 tensor) for every tensor; the bar counts file bytes.
+def iter_gguf(path: Path, show_progress: bool = True) -> Iterator[tuple[str, GGUFWeight]]:
+    """Yields (model's name, tensor to be read) for every tensor; the bar counts file bytes.
 
     `ValueError` names a tensor that is unknown, of an unsupported type or cut off.
     """
@@ -188,9 +236,6 @@ def iter_gguf(path: Path, show_progress: bool = True) -> Iterator[tuple[str, Ten
                 raise ValueError(
                     f"{path}: tensor {info.name!r} is cut off at byte {file_bytes.size} of {end}"
                 )
-            tensor = dequantise(np.asarray(file_bytes[start:end]), info.type_number, info.shape)
             part = info.name.split(".")[2] if info.name.startswith("blk.") else ""
-            if part in permuted:
-                tensor = _unpermute(tensor, permuted[part])
-            yield tensor_name(info.name), tensor
+            yield tensor_name(info.name), GGUFWeight(info, file_bytes[start:end], permuted.get(part, 0))
             bar.update(end - start)

@@ -60,7 +60,7 @@ def convert(source: str | Path, folder: str | Path, show_progress: bool = True) 
     config.pop("gguf_file", None)
     config["dtype"] = "float32"
     _write_tokenizer(metadata, source, int(config["max_position_embeddings"]), path)
-    weights = {name: _stored(tensor) for name, tensor in iter_gguf(source, show_progress)}
+    weights = {name: _stored(weight[()]) for name, weight in iter_gguf(source, show_progress)}
     if ROPE_FACTORS in weights:
         raise ValueError(
             f"{source}: a scaled rotary embedding ({ROPE_FACTORS}) has no form in config.json; serve the GGUF file itself"

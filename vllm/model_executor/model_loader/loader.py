@@ -10,19 +10,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vllm._custom_ops import has_native_ops
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import WeightHolder
+from vllm.model_executor.layers.sharding import Weight
 from vllm.model_executor.model_loader.dummy import fill_random
 from vllm.model_executor.model_loader.gguf import iter_gguf
 from vllm.model_executor.model_loader.weight_utils import find_safetensors, iter_safetensors
-from vllm.model_executor.models.interfaces import NativeModel
+from vllm.model_executor.models.interfaces import NativeModel, config_dict
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.transformers_utils.config import ModelSource, find_gguf_file
 
-__all__ = ["get_model"]
+__all__ = ["check_parallel", "get_model"]
 
 logger = init_logger(__name__)
 
@@ -32,18 +33,21 @@ _NAMES_SHOWN = 8
 def get_model(vllm_config: Any) -> NativeModel:
     """The model of `vllm_config.model_config`, weights loaded by `load_config.load_format`, ready for inference.
 
+    In a tensor-parallel group it is this rank's part of the model.
+
     Raises:
-        ValueError: unknown architecture or format, parallel sizes that one process cannot serve, missing weights,
-            a weight without a place or of a wrong shape. The message names it.
+        ValueError: unknown architecture or format, parallel sizes that the model or this process cannot serve, missing
+            weights, a weight without a place or of a wrong shape. The message names it.
     """
-    _check_parallel(vllm_config.parallel_config)
+    check_parallel(vllm_config)
+    _check_group(vllm_config.parallel_config)
     model_cls = ModelRegistry.resolve_model_cls(vllm_config.model_config.architectures)
     started = time.monotonic()
     with torch.inference_mode():
         model: NativeModel = model_cls(vllm_config)
         load_format = vllm_config.load_config.load_format
         if load_format == "dummy":
-            fill_random(model, vllm_config.model_config.seed or 0)
+            fill_random(model, vllm_config.model_config.seed or 0, model.slots())
         else:
             _load(model, _weights(vllm_config, load_format), vllm_config.model_config.model)
         if has_native_ops():
@@ -60,29 +64,43 @@ def _narrow(model: NativeModel) -> None:
             module.narrow_weights()
 
 
-def _check_parallel(parallel: Any) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(parallel, name) != 1:
-            raise ValueError(f"{name} {getattr(parallel, name)} is not supported: models run in one process")
+def check_parallel(vllm_config: Any) -> None:
+    """`ValueError` naming the parallel size that the model cannot be spread over; needs neither weights nor ranks."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if parallel.pipeline_parallel_size != 1:
+        raise ValueError(
+            f"pipeline_parallel_size {parallel.pipeline_parallel_size} is not supported: no model runs in stages"
+        )
+    model_cls = ModelRegistry.resolve_model_cls(model.architectures)
+    model_cls.check_split(config_dict(model.hf_config), parallel.tensor_parallel_size)
 
 
-def _weights(vllm_config: Any, load_format: str) -> Iterator[tuple[str, Tensor]]:
+def _check_group(parallel: Any) -> None:
+    size = get_tp_group().size
+    if parallel.tensor_parallel_size != size:
+        raise ValueError(
+            f"tensor_parallel_size {parallel.tensor_parallel_size}, but this process belongs to a group of {size} ranks"
+        )
+
+
+def _weights(vllm_config: Any, load_format: str) -> Iterator[tuple[str, Weight]]:
     """Tensors under checkpoint names, from wherever the model is."""
     model, load = vllm_config.model_config, vllm_config.load_config
+    show_progress = load.use_tqdm_on_load and get_tp_group().rank == 0
     gguf_file = find_gguf_file(model.model)
     if load_format == "gguf" and gguf_file is None:
         raise ValueError(f"load_format 'gguf': model {model.model!r} is no GGUF file and holds none")
     if gguf_file is not None and load_format in ("auto", "gguf"):
-        return iter_gguf(gguf_file, load.use_tqdm_on_load)
+        return iter_gguf(gguf_file, show_progress)
     if load_format not in ("auto", "safetensors"):
         raise ValueError(
             f"load_format {load_format!r} is not supported; supported: auto, safetensors, gguf, dummy"
         )
     files = find_safetensors(ModelSource(model.model, model.revision, model.hf_token, load.download_dir))
-    return iter_safetensors(files, load.use_tqdm_on_load)
+    return iter_safetensors(files, show_progress)
 
 
-def _load(model: NativeModel, weights: Iterator[tuple[str, Tensor]], source: str) -> None:
+def _load(model: NativeModel, weights: Iterator[tuple[str, Weight]], source: str) -> None:
     missing = model.missing_weights(model.load_weights(weights))
     if missing:
         shown = ", ".join(missing[:_NAMES_SHOWN])

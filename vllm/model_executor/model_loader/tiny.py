@@ -135,11 +135,11 @@ def _build(config: dict[str, Any], seed: int) -> NativeModel:
     )
     model: NativeModel = ModelRegistry.resolve_model_cls(config["architectures"])(settings)
     fill_random(model, seed)
-    for name, weight in model.weight_slots():
+    for name, slot in model.slots().items():
         if name.endswith("_scale"):
-            weight.fill_(1.0)
+            slot.tensor.fill_(1.0)
         elif name == "lm_head.weight":
-            weight.mul_(3.0)
+            slot.tensor.mul_(3.0)
     return model
 
 
@@ -157,7 +157,7 @@ def make_tiny(
     path.mkdir(parents=True, exist_ok=True)
     with torch.inference_mode():
         model = _build(config, seed)
-        weights = {slot: weight.clone() for slot, weight in model.weight_slots()}
+        weights = {name: slot.tensor.clone() for name, slot in model.slots().items()}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(path)
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -6,16 +6,20 @@ Owns: which files of a folder or repository hold the weights, reading safetensor
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from vllm.model_executor.layers.sharding import Part
 from vllm.transformers_utils.config import ModelSource, find_model_file
 
-__all__ = ["find_safetensors", "iter_safetensors"]
+__all__ = ["SafetensorsWeight", "find_safetensors", "iter_safetensors"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -56,8 +60,39 @@ def _names_in(index: Path) -> list[str]:
     raise ValueError(f"{index} is no index of safetensors files: weight_map must map names to names")
 
 
-def iter_safetensors(files: list[Path], show_progress: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of every file; the bar counts bytes. `ValueError` for a file that cannot be read."""
+class SafetensorsWeight:
+    """A tensor of an open file; only what is asked for is read. `ValueError` if that fails."""
+
+    def __init__(self, path: Path, file: Any, name: str) -> None:
+        self._path, self._file, self._name = path, file, name
+        self._slice = file.get_slice(name)
+        self.shape = tuple(self._slice.get_shape())
+
+    def __getitem__(self, part: Part, /) -> Tensor:
+        try:
+            tensor: Tensor = self._slice[part] if part else self._file.get_tensor(self._name)
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(self._path, error) from error
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it; types are named by their bits ("BF16"), truth values take a byte."""
+        bits = re.search(r"\d+", self._slice.get_dtype())
+        return math.prod(self.shape) * (int(bits.group()) if bits else 8) // 8
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} cannot be read as safetensors: {error}")
+
+
+def iter_safetensors(
+    files: list[Path], show_progress: bool = True
+) -> Iterator[tuple[str, SafetensorsWeight]]:
+    """Yields every tensor of every file, to be read before the next one; the bar counts bytes.
+
+    `ValueError` for a file that cannot be read.
+    """
     total = sum(path.stat().st_size for path in files)
     with tqdm(
         total=total,
@@ -70,8 +105,8 @@ def iter_safetensors(files: list[Path], show_progress: bool = True) -> Iterator[
             try:
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118 (not a mapping)
-                        tensor = file.get_tensor(name)
-                        yield name, tensor
-                        bar.update(tensor.nbytes)
+                        weight = SafetensorsWeight(path, file, name)
+                        yield name, weight
+                        bar.update(weight.nbytes)
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+                raise _unreadable(path, error) from error

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mhc import HyperConnection, MhcShape
 from vllm.model_executor.layers.mla import LatentShape, SparseLatentAttention
 from vllm.model_executor.layers.mlp import GatedMLP
+from vllm.model_executor.layers.sharding import Slot
 from vllm.model_executor.layers.vocab_embedding import LmHead, VocabEmbedding
 from vllm.model_executor.models.glm5_next_config import GlmParams, glm_kv_specs
 from vllm.model_executor.models.interfaces import ModelSettings, NativeModel, config_dict
@@ -141,7 +142,7 @@ class GlmLayer(nn.Module):
         x = self.mlp.forward(self.post_norm.forward(x))
         return HyperConnection.merge(streams, x, post, comb), selection
 
-    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         mixer = self.linear if self.linear is not None else self.sparse
         if mixer is not None:
             yield from mixer.weight_slots(f"{prefix}.self_attn")
@@ -174,6 +175,10 @@ class Glm5NextForCausalLM(NativeModel):
         """The specs without building the model."""
         return glm_kv_specs(config_dict(hf_config), settings)
 
+    @classmethod
+    def check_split(cls, config: Mapping[str, Any], tp_size: int) -> None:
+        GlmParams.from_config(config).check_split(tp_size)
+
     def forward(self, input_ids: Tensor, positions: Tensor, meta: StepMeta) -> Tensor:
         embedded = self.embed.forward(input_ids)
         streams = embedded.unsqueeze(1).repeat(1, self.params.hc_streams, 1)
@@ -197,7 +202,7 @@ class Glm5NextForCausalLM(NativeModel):
                 return None  # the multi-token-prediction layer
         return super().weight_name(name)
 
-    def weight_slots(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_slots(self) -> Iterator[tuple[str, Slot]]:
         yield from self.embed.weight_slots("model.embed_tokens")
         for i, layer in enumerate(self.layers):
             yield from layer.weight_slots(f"model.layers.{i}")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vllm.model_executor.layers.kpool import ring_capacity
+from vllm.model_executor.layers.sharding import check_split
 from vllm.model_executor.models.interfaces import ModelSettings
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -145,6 +146,16 @@ class GlmParams:
                 f"indexer_types: the first attention layer {attention[0]} has no selection to share"
             )
 
+    def check_split(self, tp_size: int) -> None:
+        """`ValueError` naming what `tp_size` ranks cannot share."""
+        check_split(
+            tp_size,
+            num_attention_heads=self.num_heads,
+            linear_num_heads=self.linear_heads,
+            intermediate_size=self.intermediate_size,
+            moe_intermediate_size=self.moe_intermediate_size,
+        )
+
 
 def _linear_options(text: Mapping[str, Any]) -> dict[str, Any]:
     """Linear attention sizes, given flat or as one `linear_attn_config`."""
@@ -190,11 +201,7 @@ def _indexer_schedule(text: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 
 
 def _state_shapes(params: GlmParams, settings: ModelSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if params.linear_heads % settings.tp_size or params.num_heads % settings.tp_size:
-        raise ValueError(
-            f"tensor_parallel_size {settings.tp_size} does not divide {params.num_heads} attention heads"
-            f" and {params.linear_heads} linear heads"
-        )
+    params.check_split(settings.tp_size)
     heads = params.linear_heads // settings.tp_size
     rows = params.linear_kernel - 1 + settings.num_speculative_tokens
     return (rows, 3 * heads * params.linear_dim), (heads, params.linear_dim, params.linear_dim)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.model_executor.layers.sharding import Slot, Weight, WeightSlot
 from vllm.v1.attention.backend import CacheLayer, StepMeta
 from vllm.v1.attention.backends.cpu_attn import CpuAttentionBackend
 from vllm.v1.attention.backends.registry import get_compute_backend
@@ -99,8 +100,17 @@ class NativeModel(nn.Module, ABC):
         """`[N, D]` → fp32 `[N, vocab]`."""
 
     @abstractmethod
-    def weight_slots(self) -> Iterator[tuple[str, Tensor]]:
-        """Every checkpoint name with the tensor that receives it."""
+    def weight_slots(self) -> Iterator[tuple[str, Slot]]:
+        """Every checkpoint name with the tensor that receives it, or with the slot that receives a part of it."""
+
+    @classmethod
+    def check_split(cls, config: Mapping[str, Any], tp_size: int) -> None:
+        """`ValueError` naming what of a config.json `tp_size` ranks cannot share; needs neither weights nor ranks."""
+        return
+
+    def slots(self) -> dict[str, WeightSlot]:
+        """The slot of every checkpoint name."""
+        return {name: WeightSlot.of(slot) for name, slot in self.weight_slots()}
 
     def weight_name(self, name: str) -> str | None:
         """The slot name of a checkpoint name, or None to pass it over."""
@@ -121,35 +131,36 @@ class NativeModel(nn.Module, ABC):
         for name, layer in self.cache_layers.items():
             layer.bind_kv_cache(caches[name], specs[name] if specs is not None else None)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copies tensors into their slots; returns the slot names filled.
+    def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> set[str]:
+        """Copies tensors, or this rank's parts of them, into their slots; returns the slot names filled.
 
         `ValueError` for a name the model has no place for, a wrong shape, and integers or 8-bit floats (quantised weights, whose scales
         would be missing).
         """
-        slots = dict(self.weight_slots())
+        slots = self.slots()
         loaded: set[str] = set()
-        for name, tensor in weights:
+        for name, weight in weights:
             slot_name = self.weight_name(name)
             if slot_name is None:
                 continue
             slot = slots.get(slot_name)
             if slot is None:
                 raise ValueError(
-                    f"weight {name!r} {tuple(tensor.shape)} has no place in {type(self).__name__}"
+                    f"weight {name!r} {tuple(weight.shape)} has no place in {type(self).__name__}"
                 )
-            if slot.shape != tensor.shape:
+            if slot.shape != tuple(weight.shape):
                 raise ValueError(
-                    f"weight {name!r} has shape {tuple(tensor.shape)}, {type(self).__name__} needs {tuple(slot.shape)}"
+                    f"weight {name!r} has shape {tuple(weight.shape)}, {type(self).__name__} needs {slot.shape}"
                 )
-            if slot.is_floating_point() and (not tensor.is_floating_point() or tensor.itemsize == 1):
+            tensor = weight[slot.part]
+            if slot.tensor.is_floating_point() and (not tensor.is_floating_point() or tensor.itemsize == 1):
                 raise ValueError(
                     f"weight {name!r} has type {tensor.dtype}; {type(self).__name__} needs plain weights"
                 )
-            slot.copy_(tensor)
+            slot.tensor.copy_(tensor)
             loaded.add(slot_name)
         return loaded
 
     def missing_weights(self, loaded: set[str]) -> list[str]:
         """Slot names that no checkpoint tensor filled, sorted."""
-        return sorted({name for name, _ in self.weight_slots()} - loaded)
+        return sorted(self.slots().keys() - loaded)

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention import AttentionShape, GroupedQueryAtt
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import ROPE_FACTORS, RopeParams, RotaryEmbedding
+from vllm.model_executor.layers.sharding import Slot, Weight, check_split
 from vllm.model_executor.layers.vocab_embedding import LmHead, VocabEmbedding
 from vllm.model_executor.models.interfaces import ModelSettings, NativeModel, config_dict
 from vllm.v1.attention.backend import StepMeta
@@ -82,6 +83,13 @@ class LlamaParams:
             windows=_layer_windows(config, kind),
         )
 
+    def check_split(self, tp_size: int) -> None:
+        """`ValueError` naming what `tp_size` ranks cannot share."""
+        check_split(tp_size, num_attention_heads=self.num_heads, intermediate_size=self.intermediate_size)
+        # Fewer KV heads than ranks are repeated; either way no rank may have parts of two of them.
+        if tp_size % self.num_kv_heads:
+            check_split(tp_size, num_key_value_heads=self.num_kv_heads)
+
     def attention_shape(self, layer: int, settings: ModelSettings) -> AttentionShape:
         """The shape record of one layer's attention."""
         return AttentionShape(
@@ -115,14 +123,10 @@ def _layer_windows(config: Mapping[str, Any], kind: str) -> tuple[int | None, ..
 def llama_kv_specs(config: Mapping[str, Any], settings: ModelSettings) -> dict[str, AttentionSpec]:
     """Cache names and specs of one rank from a config.json alone.
 
-    `ValueError` when the tensor-parallel size does not divide the heads.
+    `ValueError` when that many ranks cannot share the model.
     """
     params = LlamaParams.from_config(config)
-    if params.num_heads % settings.tp_size or settings.tp_size % min(settings.tp_size, params.num_kv_heads):
-        raise ValueError(
-            f"tensor_parallel_size {settings.tp_size} does not divide {params.num_heads} attention heads"
-            f" and {params.num_kv_heads} KV heads"
-        )
+    params.check_split(settings.tp_size)
     sizes: dict[str, Any] = {
         "block_size": settings.block_size or _DEFAULT_BLOCK_SIZE,
         "num_kv_heads": max(1, params.num_kv_heads // settings.tp_size),
@@ -166,7 +170,7 @@ class LlamaLayer(nn.Module):
         attended = self.attention.forward(normed, meta)
         return self.mlp.forward(self.post_norm.add_and_norm(attended, residual))
 
-    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.input_norm.weight_slots(f"{prefix}.input_layernorm")
         yield from self.attention.weight_slots(f"{prefix}.self_attn")
         yield from self.post_norm.weight_slots(f"{prefix}.post_attention_layernorm")
@@ -198,6 +202,10 @@ class LlamaForCausalLM(NativeModel):
         """The specs without building the model."""
         return dict(llama_kv_specs(config_dict(hf_config), settings))
 
+    @classmethod
+    def check_split(cls, config: Mapping[str, Any], tp_size: int) -> None:
+        LlamaParams.from_config(config).check_split(tp_size)
+
     def forward(self, input_ids: Tensor, positions: Tensor, meta: StepMeta) -> Tensor:
         residual = self.embed.forward(input_ids)
         x: Tensor | None = None
@@ -210,23 +218,23 @@ class LlamaForCausalLM(NativeModel):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.head.forward(hidden)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> set[str]:
         return super().load_weights(self._take_rope_factors(weights))
 
-    def _take_rope_factors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _take_rope_factors(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Passes everything on but the rotary factors, which are no parameter."""
-        for name, tensor in weights:
+        for name, weight in weights:
             if name == ROPE_FACTORS:
-                self.rope.divide_frequencies(tensor)
+                self.rope.divide_frequencies(weight[()])
             else:
-                yield name, tensor
+                yield name, weight
 
     def weight_name(self, name: str) -> str | None:
         if name == "lm_head.weight" and self.params.is_tied:
             return None  # some checkpoints store the shared matrix twice
         return super().weight_name(name)
 
-    def weight_slots(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_slots(self) -> Iterator[tuple[str, Slot]]:
         yield from self.embed.weight_slots("model.embed_tokens")
         for i, layer in enumerate(self.layers):
             yield from layer.weight_slots(f"model.layers.{i}")
