@@ -65,6 +65,9 @@ VARIABLES: dict[str, EnvVar] = {
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": EnvVar(_flag, False, "Use client request ids unchanged inside."),
     "VLLM_ENABLE_V1_MULTIPROCESSING": EnvVar(_flag, True, "0 runs the engine core in the caller's process."),
     "VLLM_ENGINE_READY_TIMEOUT_S": EnvVar(int, 600, "Seconds to wait for an engine process to become ready."),
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": EnvVar(
+        int, 300, "Seconds a step may take in worker processes before the engine gives them up."
+    ),
     "VLLM_HOST_IP": EnvVar(str, "", "Address of this node, where it cannot be found by itself."),
     "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": EnvVar(
         int,
@@ -143,7 +146,6 @@ _UNUSED: dict[str, EnvVar] = {
         ("VLLM_DP_RANK", int, 0, _NO_DP),
         ("VLLM_DP_SIZE", int, 1, _NO_DP),
         ("VLLM_ENABLE_RESPONSES_API_STORE", _flag, False, "there is no Responses API in this version"),
-        ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", int, 300, "the worker runs inside its engine"),
         ("VLLM_IMAGE_FETCH_TIMEOUT", int, 5, _NO_MEDIA),
         ("VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS", int, 0, "the number of copies in a batch has no limit"),
         ("VLLM_LOGGING_COLOR", str, "auto", "log lines have no colour"),

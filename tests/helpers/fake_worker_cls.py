@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from typing import Any
 
+import torch
 from torch import nn
 
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.distributed.parallel_state import get_tp_group, init_distributed
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 
@@ -61,6 +66,41 @@ class FakeWorker(WorkerBase):
 
     def shutdown(self) -> None:
         self._note("shutdown")
+
+
+class RankedWorker(FakeWorker):
+    """A worker in a process of its own. A step's text says what happens; a step "adds" the ranks' numbers, from 1."""
+
+    def init_device(self) -> None:
+        if self.vllm_config.additional_config.get("unstartable") == self.rank:
+            raise ValueError(f"rank {self.rank} has no device")
+        size = self.vllm_config.parallel_config.world_size
+        init_distributed(self.rank, size, self.rank, self.distributed_init_method, "gloo")
+        super().init_device()
+
+    def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
+        self._note("execute")
+        match scheduler_output:
+            case "fail":
+                raise KeyError("all ranks alike")
+            case "fail apart" if self.rank == 1:
+                raise ValueError("only one of them")
+            case "die" if self.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang" if self.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "sleep" if self.rank == 1:
+                time.sleep(60)
+        self.pending = int(get_tp_group().all_reduce(torch.tensor([1 + self.rank])))
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | None:
+        total, self.pending = self.pending, None
+        report = KVConnectorOutput(finished_recving={"a"} if total else None)
+        return ModelRunnerOutput(["a"], {"a": 0}, [[total]], kv_connector_output=report)
+
+    def who(self) -> tuple[int, int, int]:
+        return self.rank, os.getpid(), torch.get_num_threads()
 
 
 class Extension:

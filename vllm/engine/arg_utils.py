@@ -18,7 +18,7 @@ from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.load import LoadConfig
 from vllm.config.model import DEFAULT_MODEL, ModelConfig
 from vllm.config.observability import ObservabilityConfig
-from vllm.config.parallel import ParallelConfig
+from vllm.config.parallel import EXECUTOR_BACKENDS, ParallelConfig
 from vllm.config.refusals import refuse_unserved
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.structured_outputs import StructuredOutputsConfig
@@ -198,12 +198,13 @@ def _check_environment(fail: bool) -> None:
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    for name in ("data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+    refused = ["data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"]
+    if parallel.distributed_executor_backend in (None, *EXECUTOR_BACKENDS):
+        refused.append("pipeline_parallel_size")  # an executor from outside may have stages
+    for name in refused:
         size: int = vars(parallel)[name]
         if size > 1:
-            raise ValueError(
-                f"{name}={size} is not supported: only tensor and pipeline parallelism may exceed 1"
-            )
+            raise ValueError(f"{name}={size} is not supported: only tensor_parallel_size may exceed 1")
 
 
 __all__ = ["AsyncEngineArgs", "EngineArgs", "ArgSpec", "TABLE"]

@@ -45,8 +45,16 @@ def test_one_worker_runs_in_process(backend) -> None:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"tensor_parallel_size": 2}, "'mp'.*world_size=2.*tensor_parallel_size=1"),
-        ({"distributed_executor_backend": "mp"}, "several worker processes are not supported"),
+        (
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size=2 is not supported: only tensor_parallel_size",
+        ),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 is not supported"),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "decode_context_parallel_size=2 is not supported",
+        ),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' runs one rank, not 2"),
         ({"distributed_executor_backend": "ray"}, "no Ray executor"),
         ({"distributed_executor_backend": "external_launcher"}, "external launcher"),
     ],

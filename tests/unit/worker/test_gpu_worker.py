@@ -38,6 +38,9 @@ class FakeCuda(SimpleNamespace):
     def get_device_name(self, device: object) -> str:
         return "test device"
 
+    def device_count(self) -> int:
+        return 1
+
     def __getattr__(self, name: str):
         return lambda *_: self.calls.append(name)
 
@@ -59,6 +62,13 @@ def test_no_device_is_said_clearly(cuda) -> None:
     cuda.available = False
     with pytest.raises(RuntimeError, match="VLLM_TARGET_DEVICE=cpu"):
         make_worker().init_device()
+
+
+def test_a_rank_without_a_device_of_its_own_is_refused(cuda) -> None:
+    worker = make_worker()
+    worker.local_rank = 1
+    with pytest.raises(ValueError, match="needs a GPU of its own, and this process sees 1"):
+        worker.init_device()
 
 
 def test_a_device_in_use_is_refused_unless_bytes_are_given(cuda) -> None:

@@ -27,6 +27,7 @@ import zmq
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.utils.child_process import start_python
 from vllm.v1.engine.core_main import CoreStart, run_core
 from vllm.v1.engine.exceptions import EngineStartError
 from vllm.v1.executor.abstract import Executor
@@ -98,26 +99,9 @@ class SpawnedCore:
 
     def __init__(self, start: CoreStart) -> None:
         payload = pickle.dumps(start, protocol=pickle.HIGHEST_PROTOCOL)
-        environment = {
-            # OpenMP workers that spin for long take the core from the front end and the copy threads: with
-            # another busy process on a small machine a step gets many times slower. A short spin keeps the speed of a
-            # quiet machine. A user's own choice wins.
-            "GOMP_SPINCOUNT": "10000",
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-            "VLLM_LOGGING_PREFIX": f"{envs.VLLM_LOGGING_PREFIX}(EngineCore {start.engine_index}) ",
-        }
-        command = [sys.executable, "-m", "vllm.v1.engine.core_main"]
-        # Ctrl-C reaches the whole group: while the child still imports it waits until the child can mind it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        prefix = f"{envs.VLLM_LOGGING_PREFIX}(EngineCore {start.engine_index}) "
+        self._process = start_python("vllm.v1.engine.core_main", payload, {"VLLM_LOGGING_PREFIX": prefix})
         self.pid = self._process.pid
-        assert self._process.stdin is not None
-        self._process.stdin.write(len(payload).to_bytes(8, "little") + payload)
-        self._process.stdin.flush()
 
     def wait(self, timeout: float | None = None) -> int | None:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import select
 import shutil
 import signal
 import threading
@@ -24,6 +23,7 @@ import zmq
 from vllm.config import VllmConfig
 from vllm.config.error_text import error_text
 from vllm.logger import init_logger
+from vllm.utils.child_process import read_start_message, watch_parent
 from vllm.utils.process_end import end_process
 from vllm.v1.engine.core_io import LINGER_MS, CoreAddresses
 from vllm.v1.engine.core_proc import EngineCoreProc
@@ -33,7 +33,6 @@ from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
 
-PARENT_POLL_S = 1.0
 # A core whose parent is gone must not outlive it by much, whatever it is doing.
 ORPHAN_GRACE_S = 10.0
 ADDRESSES_TIMEOUT_MS = 60_000
@@ -150,11 +149,7 @@ def _watch_parent(watched: list[EngineCoreProc], parent_pipe: int, start: CoreSt
     `watched`: the core, which is asked first, once it is there.
     """
 
-    def watch() -> None:
-        while os.getppid() == start.parent_pid:
-            readable, _, _ = select.select([parent_pipe], [], [], PARENT_POLL_S)
-            if readable and not os.read(parent_pipe, 1):
-                break
+    def end() -> None:
         logger.warning("The front end is gone; the engine core ends.")
         shutil.rmtree(Path(start.handshake_address.removeprefix("ipc://")).parent, ignore_errors=True)
         for core in watched:
@@ -162,25 +157,14 @@ def _watch_parent(watched: list[EngineCoreProc], parent_pipe: int, start: CoreSt
             threading.Event().wait(ORPHAN_GRACE_S)
         os._exit(1)
 
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    watch_parent(start.parent_pid, parent_pipe, end)
 
 
 def main() -> int:
     """Read what to do from standard input, which stays open as long as the parent lives."""
-    size = int.from_bytes(_read_exactly(0, 8), "little")
     # The bytes come from the process that started this one, over a pipe that nobody else has.
-    start: CoreStart = pickle.loads(_read_exactly(0, size))
+    start: CoreStart = pickle.loads(read_start_message())
     return run_core(start, 0)
-
-
-def _read_exactly(descriptor: int, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = os.read(descriptor, min(1 << 20, size - len(data)))
-        if not chunk:
-            raise EOFError("the parent closed the pipe before the start message was complete")
-        data += chunk
-    return bytes(data)
 
 
 if __name__ == "__main__":

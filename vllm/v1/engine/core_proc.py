@@ -24,7 +24,7 @@ from vllm.v1.engine.core_io import ENGINE_CORE_DEAD, Arrival, CoreAddresses, Cor
 from vllm.v1.engine.core_loop import EngineCore, EngineShutdownState, Outputs
 from vllm.v1.engine.core_ready import ready_response
 from vllm.v1.engine.core_utilities import utility_methods
-from vllm.v1.engine.exceptions import UtilityRefusedError
+from vllm.v1.engine.exceptions import EngineDeadError, UtilityRefusedError
 from vllm.v1.engine.serial import Frame, MsgpackDecoder, MsgpackEncoder
 from vllm.v1.engine.wiring import Progress
 from vllm.v1.executor.abstract import Executor
@@ -166,7 +166,7 @@ class EngineCoreProc:
         elif arrival.kind is EngineCoreRequestType.UTILITY:
             self._call_utility(arrival.frames)
         elif arrival.kind is EngineCoreRequestType.EXECUTOR_FAILED:
-            raise RuntimeError("A worker process has died; see its log above.")
+            raise EngineDeadError("The workers cannot go on; see the log above for the root cause.")
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.utils.registry import resolve_object
@@ -27,12 +27,28 @@ StepResult = ModelRunnerOutput | Future[ModelRunnerOutput | None] | None
 
 _BUILT_IN = {
     "uni": "vllm.v1.executor.uniproc_executor:UniProcExecutor",
+    "mp": "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
 }
 _NOT_OFFERED = {
-    "mp": "several worker processes are not supported yet; use tensor_parallel_size=1 and pipeline_parallel_size=1",
     "ray": "this engine has no Ray executor",
     "external_launcher": "this engine cannot be started by an external launcher",
 }
+
+
+def _check_sizes(parallel_config: ParallelConfig, backend: str) -> None:
+    """ValueError for ranks that the built-in executors cannot run."""
+    for name in (
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        size: int = vars(parallel_config)[name]
+        if size > 1:
+            raise ValueError(f"{name}={size} is not supported: only tensor_parallel_size may exceed 1")
+    if backend == "uni" and parallel_config.world_size > 1:
+        raise ValueError(
+            f"distributed_executor_backend='uni' runs one rank, not {parallel_config.world_size}; use 'mp'"
+        )
 
 
 class Executor(ABC):
@@ -64,6 +80,8 @@ class Executor(ABC):
         backend = parallel_config.distributed_executor_backend
         if backend is None:
             backend = "uni" if parallel_config.world_size == 1 else "mp"
+        if backend in _BUILT_IN:
+            _check_sizes(parallel_config, backend)
         if isinstance(backend, str):
             if backend in _NOT_OFFERED:
                 raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import init_distributed
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_random_seed
@@ -20,14 +21,14 @@ logger = init_logger(__name__)
 DEFAULT_KV_CACHE_BYTES = 4 * 2**30
 
 
-def kv_cache_bytes(chosen: int | None, available: int) -> int:
-    """Bytes for the KV cache: what was chosen, else 4 GiB, but never more than half of what is free."""
+def kv_cache_bytes(chosen: int | None, available: int, num_ranks: int = 1) -> int:
+    """Bytes for a rank's KV cache: what was chosen, else 4 GiB, but of all ranks never more than half of what is free."""
     if chosen is None:
-        return min(DEFAULT_KV_CACHE_BYTES, available // 2)
-    if chosen > available:
+        return min(DEFAULT_KV_CACHE_BYTES, available // 2 // num_ranks)
+    if chosen * num_ranks > available:
         logger.warning(
             "The KV cache may grow to %.2f GiB, but only %.2f GiB of memory are free",
-            chosen / 2**30,
+            chosen * num_ranks / 2**30,
             available / 2**30,
         )
     return chosen
@@ -52,18 +53,29 @@ class CPUWorker(ModelWorker):
         self.model_runner = CPUModelRunner(vllm_config, self.device)
 
     def init_device(self) -> None:
-        """Seed the generators and, for fp32, make results independent of the batch; keep what steps allocate."""
+        """Seed the generators and, for fp32, make results independent of the batch; keep what steps allocate.
+
+        With several ranks, meet the others.
+        """
         assert self.vllm_config.model_config is not None
         CpuPlatform.keep_freed_memory()
         if self.vllm_config.model_config.dtype == torch.float32:
             CpuPlatform.fix_order_of_sums()
         set_random_seed(self.vllm_config.model_config.seed)
+        init_distributed(
+            self.rank,
+            self.vllm_config.parallel_config.world_size,
+            self.local_rank,
+            self.distributed_init_method,
+            CpuPlatform.dist_backend,
+        )
         logger.info("CPU worker: %d threads", torch.get_num_threads())
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: `kv_cache_memory_bytes`, or 4 GiB capped to half of the free memory."""
+        """Bytes for this rank's KV cache: `kv_cache_memory_bytes`, or 4 GiB; all ranks get half of the free memory at most."""
         chosen = self.vllm_config.cache_config.kv_cache_memory_bytes
-        return kv_cache_bytes(chosen, CpuPlatform.get_available_memory())
+        num_ranks = self.vllm_config.parallel_config.world_size
+        return kv_cache_bytes(chosen, CpuPlatform.get_available_memory(), num_ranks)
 
     def check_sleep(self, level: int = 1) -> None:
         if level not in (1, 2):

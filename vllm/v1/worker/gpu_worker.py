@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import init_distributed
 from vllm.logger import init_logger
+from vllm.platforms.cuda import CudaPlatform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.model_worker import ModelWorker
@@ -58,12 +60,24 @@ class Worker(ModelWorker):
             raise RuntimeError(
                 "no usable CUDA device; set VLLM_TARGET_DEVICE=cpu to run on the host processor"
             )
+        if self.local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"tensor_parallel_size={self.vllm_config.parallel_config.tensor_parallel_size}: rank {self.rank} "
+                f"needs a GPU of its own, and this process sees {torch.cuda.device_count()}"
+            )
         torch.cuda.set_device(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         if self.vllm_config.cache_config.kv_cache_memory_bytes is None:
             check_start_memory(total, free, self.vllm_config.cache_config.gpu_memory_utilization)
         assert self.vllm_config.model_config is not None
         set_random_seed(self.vllm_config.model_config.seed)
+        init_distributed(
+            self.rank,
+            self.vllm_config.parallel_config.world_size,
+            self.local_rank,
+            self.distributed_init_method,
+            CudaPlatform.dist_backend,
+        )
         self.model_runner = GPUModelRunner(self.vllm_config, self.device)
         logger.info("GPU worker: %s, %.1f GiB free", torch.cuda.get_device_name(self.device), free / 2**30)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.utils.platform_utils import is_pin_memory_available
@@ -32,6 +33,7 @@ from vllm.v1.worker.input_batch import Int64Array, RequestState, RequestStates
 from vllm.v1.worker.kv_cache_alloc import KVCachePages, copy_kv_blocks, layer_specs
 from vllm.v1.worker.kv_connector_step import ActiveKVConnector, StepConnector, load_arguments
 from vllm.v1.worker.prompt_logprobs import PromptLogprobsCollector, wants_prompt_logprobs
+from vllm.v1.worker.rank_sampling import sample_on_one_rank
 from vllm.v1.worker.row_sampler import RowSampler, SampledRows, describe_failed
 from vllm.v1.worker.sampling_rows import SamplingRows
 from vllm.v1.worker.step_rows import StepRows, order_rows
@@ -221,8 +223,13 @@ class ModelRunner:
         req_ids = [request.req_id for request in self.sampling.requests]
         if pending.logits is None:
             return self._output(pending, req_ids, SampledRows([], None, {}))
-        metadata = self.sampling.metadata(self.states)
-        sampled = self.row_sampler.sample(pending.logits, self.sampling, metadata, grammar_output)
+        logits = pending.logits
+
+        def sample() -> SampledRows:
+            metadata = self.sampling.metadata(self.states)
+            return self.row_sampler.sample(logits, self.sampling, metadata, grammar_output)
+
+        sampled = sample_on_one_rank(get_tp_group(), self.device, len(req_ids), sample)
         self.states.append_sampled(self.sampling.requests, self.sampling.slots, sampled.tokens)
         return self._output(pending, req_ids, sampled)
 
