@@ -65,7 +65,8 @@ class MirrorPool(BlockPool):
         self._manager = manager
         self._ctx = NOBODY
         self._answers: dict[OffloadKey, bool] = {}
-        self._found: set[int] = set()
+        # Held until the question is over: no place in line keeps them, where content that is worth keeping comes last.
+        self._found: list[KVCacheBlock] = []
 
     @contextmanager
     def asking(self, ctx: ReqContext, now: float) -> Iterator[None]:
@@ -76,7 +77,8 @@ class MirrorPool(BlockPool):
         finally:
             self._ctx = NOBODY
             self._answers.clear()
-            self._found.clear()
+            found, self._found = self._found, []
+            self.free_blocks(found)
 
     @property
     def ctx(self) -> ReqContext:
@@ -141,19 +143,13 @@ class MirrorPool(BlockPool):
 
     def _stand_for(self, keys: Sequence[OffloadKey]) -> list[KVCacheBlock]:
         """A slot for each key, from the first on, as far as there are slots beside those found in this question."""
-        if self._ctx is NOBODY:
-            self._found.clear()
         get = self.index.map.get_one_block
         known = [get(key) for key in keys]
         present = [slot for slot in known if slot is not None]
         self.touch(present)
-        self._found.update([slot.block_id for slot in present])
-        room = max(0, self.get_num_free_blocks() - len(self._found))
-        fresh = self.get_new_blocks(min(len(keys) - len(present), room))
+        fresh = self.get_new_blocks(min(len(keys) - len(present), self.get_num_free_blocks()))
         if fresh:
-            taken = [slot.block_id for slot in fresh]
-            self.on_lost(taken)
-            self._found.update(taken)
+            self.on_lost([slot.block_id for slot in fresh])
         slots: list[KVCacheBlock] = []
         unused = iter(fresh)
         for key, slot in zip(keys, known, strict=True):
@@ -163,8 +159,11 @@ class MirrorPool(BlockPool):
                     break
                 self.commit_staged(slot, key, None, None)
             slots.append(slot)
-        # To the end of the queue: what is found later in this question must not take them.
-        self.free_blocks((*present, *fresh))
+        held = [*present, *fresh]
+        if self._ctx is NOBODY:
+            self.free_blocks(held)
+        else:
+            self._found += held
         return slots
 
 
