@@ -107,6 +107,17 @@ def test_a_damaged_file_is_a_failed_load_and_goes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_before_any_step_takes_nothing_away_that_others_have_stored(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.offered("stored")
+    engine.driver.add("refused", range(13), max_tokens=1)
+    engine.driver.scheduler.finish_requests("refused", RequestStatus.FINISHED_ERROR)
+    assert [engine.offered(name) for name in ("first", "second")] == [12, 12]
+    engine.driver.scheduler.finish_requests("second", RequestStatus.FINISHED_ERROR)
+    engine.offered("third", 2)
+    assert list(tmp_path.iterdir()) == [], "an error behind a step makes what it has read suspect"
+
+
 def test_a_folder_that_cannot_be_written_stores_nothing(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("no folder")
     assert [Engine(tmp_path / "kv").offered(name) for name in ("one", "two")] == [0, 0]
