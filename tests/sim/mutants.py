@@ -14,6 +14,7 @@ from tests.sim.mutants_sched import SCHED_MUTANTS
 from tests.sim.planting import Mutant, replaced
 from tests.sim.retention import pinned_blocks_are_kept_back, places_are_never_left
 from tests.sim.shared_mutants import SHARED_POOL_MUTANTS
+from tests.sim.tier_resets import TIER_RESET_MUTANTS
 from tests.sim.worker import SimWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core import block_hasher
@@ -380,6 +381,7 @@ MUTANTS: dict[str, Mutant] = {
     "places are never left": replaced(BlockRetention, "leave", places_are_never_left),
     **POLICY_MUTANTS,
     **SCHED_MUTANTS,
+    **TIER_RESET_MUTANTS,
     "none": nullcontext,
     "no lease on a hit": _no_lease_on_a_hit,
     "no lease below": replaced(Promises, "lookup", _no_lease_below),

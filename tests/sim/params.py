@@ -100,6 +100,8 @@ class SimParams:
     """Ranks that split the context of a group, where its spec says so."""
     reads_below: bool = False
     """The device forgets all the time what a tier below has, so that requests load."""
+    empties_tiers: bool = False
+    """Some tiers are emptied now and then while the others are left alone."""
     grammars: bool = False
     """Some requests have a grammar, for which they wait."""
 

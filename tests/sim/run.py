@@ -21,10 +21,10 @@ from tests.sim.params import SimParams
 from tests.sim.policies import PolicyMarks
 from tests.sim.promises import watch_promises
 from tests.sim.registry import HashRegistry
-from tests.sim.restart import Killable, carry_out_withdrawal, kill, kill_weight, taint_kept
+from tests.sim.restart import carry_out_withdrawal, kill, kill_weight, taint_kept
 from tests.sim.rng import Streams
 from tests.sim.shared_run import SharedRun
-from tests.sim.step_marks import StepMarks
+from tests.sim.tier_resets import TierResetRun
 from tests.sim.worker import SimWorker
 from tests.sim.workload import Truth, Workload, make_request
 from tests.sim.world import build_world
@@ -40,7 +40,7 @@ from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 LIVE_REQUESTS_MAX = 9
 
 
-class Run(Killable, SharedRun, StepMarks):
+class Run(TierResetRun, SharedRun):
     """State of one run. Nothing here decides what happens next; see driver.py."""
 
     def __init__(self, params: SimParams) -> None:
@@ -127,6 +127,9 @@ class Run(Killable, SharedRun, StepMarks):
             weights["poison"] = 20
         if "reset" not in self.params.actions_off:
             weights["reset"] = 3
+        if self.params.empties_tiers:
+            is_loading = any(offload.load_side.loads for offload in self.offloads)
+            weights["empty"] = 24 if is_loading or self.moves() else 5
         if self.offload is not None and "cool" not in self.params.actions_off:
             weights["cool"] = 12
             if self.params.reads_below:

@@ -79,7 +79,17 @@ def draw_params(seed: int) -> SimParams:
         _with_two_lazy(_with_second(_with_policies(_with_disk(fit(_with_scratch(params))))))
     )
     params = _with_split_context(_with_kept_disk(_with_lazy_sharers(_with_other_engine(params))))
-    return replace(_with_failing_loads(params), grammars=draw_grammars(seed))
+    params = _with_failing_loads(params)
+    return replace(params, grammars=draw_grammars(seed), empties_tiers=_empties(params))
+
+
+def _empties(params: SimParams) -> bool:
+    """Tiers are emptied one by one in some of the worlds with several, more of those where much is read; drawn apart."""
+    must_store = {"reset", "cool"} <= params.actions_off
+    if params.host_blocks == 0 or not params.prefix_caching or must_store or params.seed in _AS_THEY_WERE:
+        return False
+    share = 0.5 if params.disk_blocks or params.reads_below else 0.2
+    return Streams(params.seed).stream("empties tiers").random() < share
 
 
 def _with_failing_loads(params: SimParams) -> SimParams:

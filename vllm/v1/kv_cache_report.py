@@ -145,12 +145,14 @@ class TierReset:
     """What a reset did to one tier. For a tier that it left alone ``asked`` is False and ``success`` None.
 
     ``blocks_dropped`` lost their content; ``blocks_held`` are still held by requests or transfers; ``blocks_cached``
-    can still be found.
+    can still be found. All three are None where the connector does not count its blocks. ``reason`` says why a tier
+    that was asked is no success, else it is None.
     """
 
     tier: CacheHitSource
     asked: bool
     success: bool | None
-    blocks_dropped: int
-    blocks_held: int
-    blocks_cached: int
+    blocks_dropped: int | None
+    blocks_held: int | None
+    blocks_cached: int | None
+    reason: str | None = None

@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     get_offload_group_idx,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 MANAGER_METHODS = (
     "lookup", "prepare_load", "prepare_store", "on_new_request", "touch", "complete_load", "complete_store",
@@ -324,7 +325,8 @@ def test_more_bad_blocks_than_can_be_remembered_close_the_manager(monkeypatch: p
     assert not mirror.is_closed
 
 
-def test_a_reset_during_copies_voids_them_and_is_flushed_once_they_ended() -> None:
+@pytest.mark.parametrize("by_tier", [False, True])
+def test_a_reset_during_copies_voids_them_and_is_flushed_once_they_ended(by_tier: bool) -> None:
     script = new_script()
     rig = make()
     stored(rig, script)
@@ -334,7 +336,9 @@ def test_a_reset_during_copies_voids_them_and_is_flushed_once_they_ended() -> No
     rig.step(copies=False)
     assert half(rig)._open_loads
     assert half(rig)._open_stores
-    assert not rig.connector.reset_cache()
+    assert rig.scheduler.cache_tiers == (CacheHitSource.DEVICE, CacheHitSource.HOST)
+    tiers = [CacheHitSource.HOST]
+    assert not (rig.connector.reset_tiers(tiers) if by_tier else rig.connector.reset_cache())
     assert (script.calls["reset_cache"], script.calls["on_reset_flushed"]) == (1, 0)
     rig.run()
     settle(rig, script)

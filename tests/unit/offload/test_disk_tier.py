@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.offload_rig import Rig, full, mamba, prompt, rig_config, window
-from tests.helpers.sched import ManualClock
+from tests.helpers.disk_rig import DiskRig
+from tests.helpers.offload_rig import full, mamba, prompt, rig_config, window
 from vllm.distributed.kv_event_types import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 from vllm.v1.simple_kv_offload.copy_backends import disk_file
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyBackend, CopyError, CopyResult, EventsList
 from vllm.v1.simple_kv_offload.disk_moves import DiskMoves
@@ -28,43 +28,6 @@ from vllm.v1.simple_kv_offload.metadata import (
     SimpleCPUOffloadWorkerMetadata,
 )
 from vllm.v1.simple_kv_offload.metrics import MetricName
-
-
-class DiskRig(Rig):
-    """A rig with a disk of some blocks below few host blocks."""
-
-    def __init__(self, folder: Path, *, host_blocks: int = 9, disk_blocks: int = 65, **fields: Any) -> None:
-        specs = fields.get("specs") or [full()]
-        page = sum(spec.page_size_bytes for spec in specs)
-        extra = {
-            "disk_tier": True,
-            "disk_path": str(folder / "kv"),
-            "disk_capacity_bytes": disk_blocks * page,
-            **fields.pop("extra", {}),
-        }
-        super().__init__(host_blocks=host_blocks, extra=extra, **fields)
-        self.chain.clock = self.disk_clock = ManualClock()
-
-    def sink(self, seed: int = 0, length: int = 16) -> Request:
-        """A prompt that only the disk holds."""
-        request = self.generate(prompt(length, seed), max_tokens=1)
-        filler = seed + 500
-        while self.in_tier(request):
-            self.generate(prompt(16, filler), max_tokens=1)
-            filler += 1
-        self.evict_device()
-        return request
-
-    def write_something(self) -> None:
-        """Go on until a move to the disk is under way."""
-        for seed in range(600, 604):
-            self.add(prompt(12, seed), max_tokens=1)
-            for _ in range(6):
-                if self.chain.down.live:
-                    return
-                self.step(copies=False)
-                self.mover().release()
-        raise AssertionError("nothing goes down")
 
 
 @pytest.fixture

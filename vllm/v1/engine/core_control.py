@@ -7,7 +7,7 @@ has to wait for running requests, or for copies that hold blocks, returns a futu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from vllm.utils.clock import Clock, MonotonicClock
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.engine.exceptions import UtilityRefusedError
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 logger = init_logger(__name__)
 
@@ -161,16 +162,24 @@ class CoreControl:
         return bool(self.reset_prefix_cache_detailed(reset_running_requests, reset_connector)["success"])
 
     def reset_prefix_cache_detailed(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
+        self,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
+        tiers: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """Like `reset_prefix_cache`, with the reason if it is not a success: `{success, reason, …}`. Never raises.
+        """Like `reset_prefix_cache`, with the reason if it is not a success: `{success, reason, …}`.
 
-        What the answer says holds after a restart too.
+        `tiers` empties these alone, and all below the device too with `reset_connector`. ValueError, and no change, for
+        a tier that is not there. What the answer says holds after a restart too.
         """
+        chosen = None if tiers is None else self._chosen_tiers(tiers, reset_connector)
         if reset_running_requests:
             self._finish_steps()
         try:
-            success = self._scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+            if chosen is None:
+                success = self._scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+            else:
+                success = self._scheduler.reset_tiers(chosen, reset_running_requests)
             result = {"success": success, "reason": None, **(self._scheduler.reset_prefix_cache_report or {})}
         except RuntimeError as error:  # blocks that even preemption cannot free
             result = {"success": False, "reason": str(error)}
@@ -181,6 +190,14 @@ class CoreControl:
             reasons = [result["reason"], f"the next engine may find it again: {problem}"]
             result |= {"success": False, "reason": "; ".join(reason for reason in reasons if reason)}
         return result
+
+    def _chosen_tiers(self, names: Sequence[str], all_below: bool) -> list[CacheHitSource]:
+        there = self._scheduler.cache_tiers
+        unknown = [name for name in names if name not in there]
+        if unknown or not names:
+            told = "names none" if not names else f"names {', '.join(map(repr, unknown))}"
+            raise ValueError(f"tiers {told}; this engine has {', '.join(there)}")
+        return [tier for tier in there if tier in names or (all_below and tier is not CacheHitSource.DEVICE)]
 
     def carry_out_withdrawal(self) -> str | None:
         """Have the workers forget for good what the connector has just taken back; what stands in the way, or None."""

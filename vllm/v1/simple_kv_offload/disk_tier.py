@@ -429,8 +429,10 @@ class DiskChain:
         """Ranks reported moves from the disk. What could not be read is forgotten at once."""
         for transfer, all_ok in self.up.report(counts, ok=ok):
             for source in transfer.device_blocks:
-                self._arriving.pop(source.block_id, None)
-            if not all_ok and transfer.state is TransferState.SUBMITTED:
+                # After a reset of the host tier another move may bring up the same.
+                if self._arriving.get(source.block_id, (None,))[0] is transfer:
+                    del self._arriving[source.block_id]
+            if not all_ok:
                 self.counts.failed_reads += 1
                 self.disk.evict(block.block_id for block in transfer.device_blocks)
 
@@ -441,16 +443,30 @@ class DiskChain:
         self.disk.evict(bad)
 
     def reset(self) -> bool:
-        """Make everything on disk unfindable at once; False if copies were under way."""
+        """Make everything on disk unfindable at once; False if copies were under way. The host tier is emptied too."""
+        moves_done = self.give_up_moves()
+        return self.disk.invalidate() == 0 and moves_done
+
+    def reset_disk(self) -> bool:
+        """As `reset`, but the host tier is left alone: what it holds goes down again, when it would as new content."""
+        is_done = self.reset()
+        self._seen = ()
+        if self._settings.is_kept:
+            held = (block for block in self.host.pool.blocks if block.ref_cnt)
+            by_age = (*self.host.victims_after(0), *held)
+            self._fresh = {block.block_id: None for block in by_age if block.block_hash is not None}
+        return is_done
+
+    def give_up_moves(self) -> bool:
+        """One of the tiers is about to be emptied: who waits asks anew, copies bring nothing. True if none runs."""
         for request_id in list(self._waits):
             self.forget_request(request_id)
         self._leaving.clear()
         self._arriving.clear()
         self._older.clear()
-        down_idle = self.down.reset()
-        up_idle = self.up.reset()
         self._fresh.clear()
-        return self.disk.invalidate() == 0 and down_idle and up_idle
+        down_done = self.down.reset()
+        return self.up.reset() and down_done
 
     @property
     def has_work(self) -> bool:

@@ -46,6 +46,7 @@ from vllm.v1.simple_kv_offload.records import (
     TransferMeta,
 )
 from vllm.v1.simple_kv_offload.reporting import StatsReporter
+from vllm.v1.simple_kv_offload.resets import TierResets
 from vllm.v1.simple_kv_offload.retention import retain_in_tier
 from vllm.v1.simple_kv_offload.shared_pool import SlotTable
 from vllm.v1.simple_kv_offload.speed import speed_check
@@ -63,14 +64,13 @@ from vllm.v1.simple_kv_offload.tier_plan import (
     find_full_attention_group,
     geometry,
 )
-from vllm.v1.simple_kv_offload.views import ManagerViews
 
 logger = init_logger(__name__)
 PREFILL_TOKENS_MIN = 16
 """Prompt tokens of a step below which its time says little about computing prompts."""
 
 
-class SimpleCPUOffloadScheduler(ManagerViews):
+class SimpleCPUOffloadScheduler(TierResets):
     """Keeps a best-effort copy of the device's prefix cache in one lower tier.
 
     ``cpu_capacity_bytes`` are per rank; ``disk_capacity_bytes > 0`` selects the disk instead.
@@ -430,21 +430,6 @@ class SimpleCPUOffloadScheduler(ManagerViews):
                 share = self._cache_config.kv_retention_share
                 retain_in_tier(self.store_side.stores, request, share, self.clock)
         return False, None
-
-    @in_turn
-    def reset(self) -> bool:
-        """Make everything stored so far unfindable at once.
-
-        False if copies were under way: their blocks come back when they end, their results are not
-        used. Running requests go on and are stored again from here on.
-        """
-        self.promises.withdraw_all()
-        loads_idle = self.load_side.reset()
-        stores_idle = self.store_side.reset()
-        self.lazy_cursor_id = None
-        chain_idle = self.chain is None or self.chain.reset()
-        held = self.tier.invalidate()
-        return loads_idle and stores_idle and chain_idle and held == 0
 
     # -- figures ------------------------------------------------------------------------------
 

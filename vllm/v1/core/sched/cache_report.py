@@ -6,7 +6,7 @@ Layer: L5 (scheduler).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -85,14 +85,36 @@ def tier_pools(manager: KVCacheManager, connector: KVConnectorBase_V1 | None) ->
 
 
 def resets_by_tier(
-    before: Sequence[PoolReport], after: Sequence[PoolReport], asked: Sequence[CacheHitSource]
+    before: Sequence[PoolReport],
+    after: Sequence[PoolReport],
+    asked: Collection[CacheHitSource],
+    uncounted: Mapping[CacheHitSource, bool],
 ) -> tuple[TierReset, ...]:
-    """What a reset of the tiers ``asked`` did, pool by pool added up per tier."""
-    resets: list[TierReset] = []
+    """What a reset of the tiers ``asked`` did, pool by pool added up per tier.
+
+    ``uncounted``: tiers without a pool that is told of, and whether their connector says that it has reset them.
+    """
+    resets: dict[CacheHitSource, TierReset] = {}
     for tier in dict.fromkeys(pool.tier for pool in after):
         held = sum(pool.blocks_held for pool in after if pool.tier is tier)
         cached = sum(pool.blocks_cached for pool in after if pool.tier is tier)
         had = sum(pool.blocks_cached for pool in before if pool.tier is tier)
-        success = held == 0 and cached == 0 if tier in asked else None
-        resets.append(TierReset(tier, tier in asked, success, max(0, had - cached), held, cached))
-    return tuple(resets)
+        reason = _what_is_left(held, cached) if tier in asked else None
+        success = reason is None if tier in asked else None
+        resets[tier] = TierReset(tier, tier in asked, success, max(0, had - cached), held, cached, reason)
+    for tier, is_done in uncounted.items():
+        if tier not in resets:
+            reason = None if is_done or tier not in asked else "its connector could not reset it"
+            success = is_done if tier in asked else None
+            resets[tier] = TierReset(tier, tier in asked, success, None, None, None, reason)
+    return tuple(resets[tier] for tier in CacheHitSource if tier in resets)
+
+
+def _what_is_left(held: int, cached: int) -> str | None:
+    """Why a tier is not empty after its reset; None if it is."""
+    reasons = []
+    if held:
+        reasons.append(f"{held} blocks are held by requests or transfers until those end")
+    if cached:
+        reasons.append(f"{cached} blocks can still be found")
+    return "; ".join(reasons) or None

@@ -69,6 +69,11 @@ def tier_reports(connector: KVConnectorBase_V1 | None) -> Sequence[TierReport]:
     return connector.get_tier_reports() if isinstance(connector, KVConnectorBase_V1) else ()
 
 
+def load_source(connector: KVConnectorBase_V1, request: Request) -> CacheHitSource | None:
+    """The tier that a load under way of the request reads; None of stand-ins."""
+    return connector.load_source(request) if isinstance(connector, KVConnectorBase_V1) else None
+
+
 def reported_cached_tokens(
     request: Request, num_local: int, external: Mapping[CacheHitSource, int]
 ) -> tuple[int, Mapping[CacheHitSource, int]]:

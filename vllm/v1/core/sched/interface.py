@@ -6,7 +6,7 @@ Owns the abstract class.  Must not know any implementation.  Layer: L5 (schedule
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from vllm.config import KVEventsConfig
@@ -16,6 +16,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_report import CacheLookup, KVCacheReport
 from vllm.v1.message_types import FinishReason, PauseState
 from vllm.v1.messages import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -61,6 +62,15 @@ class SchedulerInterface(ABC):
     def wake_for_events(self, wake: Callable[[], None]) -> None:
         """``wake`` may be called from another thread; it must lead to a :meth:`flush_events` soon."""
         return
+
+    @property
+    def cache_tiers(self) -> tuple[CacheHitSource, ...]:
+        """The tiers that :meth:`reset_tiers` can empty one by one, from the device outwards."""
+        return (CacheHitSource.DEVICE,)
+
+    def reset_tiers(self, tiers: Collection[CacheHitSource], reset_running_requests: bool = False) -> bool:
+        """As :meth:`reset_prefix_cache` for these of :attr:`cache_tiers` alone."""
+        return self.reset_prefix_cache(reset_running_requests)
 
     @property
     def reset_prefix_cache_report(self) -> dict[str, Any] | None:  # plain values, merged into a reply

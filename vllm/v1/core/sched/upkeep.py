@@ -5,7 +5,7 @@ Owns the result of the last reset.  Must not decide who is scheduled.  Layer: L5
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, cast
@@ -14,6 +14,7 @@ from vllm.distributed.kv_event_types import AnyKVCacheEvent, KVCacheEvent, KVEve
 from vllm.logger import init_logger
 from vllm.v1.core.sched.admission import LookupContext, peek
 from vllm.v1.core.sched.cache_report import build_report, resets_by_tier, tier_pools
+from vllm.v1.core.sched.connector_calls import load_source, tier_reports, tiers_below
 from vllm.v1.core.sched.lifecycle import RequestLifecycle
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_report import CacheLookup, KVCacheReport, RequestsReport, TierReset
@@ -62,28 +63,70 @@ class Upkeep(RequestLifecycle):
         Loads under way bring old entries, so where either is asked for their requests start again when they end.  True if afterwards also
         all memory is free; :attr:`last_reset` tells the rest.
         """
+        if not reset_connector:
+            return self._reset((CacheHitSource.DEVICE,), reset_running_requests, None)
+        return self._reset(
+            self.cache_tiers, reset_running_requests, self.reset_connector_cache, voids_loads=True
+        )
+
+    def reset_tiers(self, tiers: Collection[CacheHitSource], reset_running_requests: bool = False) -> bool:
+        """As :meth:`reset_prefix_cache` for these of :attr:`cache_tiers` alone; what the others hold stays findable.
+
+        Requests whose loads under way read one of them start again when those end.
+        """
+        connector = self.connector
+        below = [tier for tier in self.cache_tiers if tier in tiers and tier is not CacheHitSource.DEVICE]
+        if connector is None or not below:
+            return self._reset(tiers, reset_running_requests, None)
+        return self._reset(tiers, reset_running_requests, lambda: connector.reset_tiers(below) is not False)
+
+    @property
+    def cache_tiers(self) -> tuple[CacheHitSource, ...]:
+        told = {report.pool.tier for report in tier_reports(self.connector)}
+        there = {CacheHitSource.DEVICE, *tiers_below(self.connector), *told}
+        return tuple(tier for tier in CacheHitSource if tier in there)
+
+    def _reset(
+        self,
+        tiers: Collection[CacheHitSource],
+        reset_running_requests: bool,
+        reset_connector: Callable[[], bool] | None,
+        *,
+        voids_loads: bool = False,
+    ) -> bool:
         before = tier_pools(self.kv_cache_manager, self.connector)
-        connector_reset = self.reset_connector_cache() if reset_connector else None
+        connector_reset = None if reset_connector is None else reset_connector()
         if reset_running_requests:
             self._preempt_everything()
-        if reset_running_requests or connector_reset is not None:
-            self._remote.unwanted.update(self._remote.loading)
-        manager = self.kv_cache_manager
-        pool = manager.block_pool
+        self._void_loads(tiers, all_of_them=reset_running_requests or voids_loads)
+        pool = self.kv_cache_manager.block_pool
         blocks_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        # The public call clears only an unused pool; otherwise the index is dropped at once and memory follows later.
-        if blocks_held == 0:
-            device_reset = manager.reset_prefix_cache()
-        else:
-            device_reset = False
-            pool.invalidate_prefix_cache()
-            logger.warning("Prefix cache entries dropped, but %d blocks are still held", blocks_held)
+        device_reset = self._reset_device(blocks_held) if CacheHitSource.DEVICE in tiers else None
         after = tier_pools(self.kv_cache_manager, self.connector)
-        asked = [pool.tier for pool in after if reset_connector or pool.tier is CacheHitSource.DEVICE]
-        report = self._report_reset(device_reset, connector_reset, blocks_held)
-        self.last_reset = replace(report, tiers=resets_by_tier(before, after, asked))
+        uncounted = dict.fromkeys(self.cache_tiers, connector_reset is not False)
+        self.last_reset = replace(
+            self._report_reset(device_reset, connector_reset, blocks_held),
+            tiers=resets_by_tier(before, after, tiers, uncounted),
+        )
         self.flush_events()
         return self.last_reset.success
+
+    def _void_loads(self, tiers: Collection[CacheHitSource], *, all_of_them: bool) -> None:
+        """Loads under way that bring what was in an emptied tier are of no use: their requests start again."""
+        loading = self._remote.loading
+        if not all_of_them and (connector := self.connector) is not None:
+            loading = {
+                i: request for i, request in loading.items() if load_source(connector, request) in tiers
+            }
+        self._remote.unwanted.update(loading)
+
+    def _reset_device(self, blocks_held: int) -> bool:
+        # The public call clears only an unused pool; otherwise the index is dropped at once and memory follows later.
+        if blocks_held == 0:
+            return self.kv_cache_manager.reset_prefix_cache()
+        self.kv_cache_manager.block_pool.invalidate_prefix_cache()
+        logger.warning("Prefix cache entries dropped, but %d blocks are still held", blocks_held)
+        return False
 
     def _preempt_everything(self) -> None:
         """Restart all requests that hold blocks; from the last one on, so that the waiting front keeps their order."""
@@ -97,12 +140,12 @@ class Upkeep(RequestLifecycle):
                 self._start_over(request)
 
     def _report_reset(
-        self, device_reset: bool, connector_reset: bool | None, blocks_held: int
+        self, device_reset: bool | None, connector_reset: bool | None, blocks_held: int
     ) -> ResetReport:
         reasons = []
         if connector_reset is False:
             reasons.append("the connector still has transfers under way or could not reset its cache")
-        if not device_reset:
+        if device_reset is False:
             reasons.append(f"{blocks_held} device blocks are held by requests or transfers")
         return ResetReport(
             success=not reasons,

@@ -8,7 +8,7 @@ classes. It must not know any concrete connector. Layer L4.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -267,6 +267,21 @@ class SchedulerHalf(ABC):
     def reset_cache(self) -> bool | None:
         """Drop the external cache. False = failed; None counts as success."""
         return None
+
+    def reset_tiers(self, tiers: Collection[CacheHitSource]) -> bool | None:
+        """Drop what these tiers hold, of those that ``get_cache_hit_sources`` names, and leave the others as they are.
+
+        Answers as ``reset_cache``. Copies under way from or to an emptied tier bring nothing into any tier. Without
+        an override only all tiers of the connector can be dropped together: False, and no change, for a part of them.
+        """
+        own = self.get_cache_hit_sources()
+        if all(source in tiers for source in own):
+            return self.reset_cache()
+        return False if any(source in tiers for source in own) else None
+
+    def load_source(self, request: Request) -> CacheHitSource:
+        """The tier that a load under way of this request reads."""
+        return self._cache_hit_source
 
     def take_withdrawal(self) -> KVConnectorMetadata | None:
         """What the workers must forget for good before a reset is answered, or the end of a request after an error.

@@ -6,7 +6,7 @@ Owns the choice of a child per request and the count of saves under way. It must
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from vllm.distributed.kv_event_types import KVCacheEvent
@@ -188,6 +188,14 @@ class MultiSchedulerHalf(SchedulerHalf):
     def reset_cache(self) -> bool | None:
         results = [child.reset_cache() for child in self._connectors]
         return all(result is not False for result in results)
+
+    def reset_tiers(self, tiers: Collection[CacheHitSource]) -> bool | None:
+        results = [child.reset_tiers(tiers) for child in self._connectors]
+        return all(result is not False for result in results)
+
+    def load_source(self, request: Request) -> CacheHitSource:
+        child = self._chosen(request)
+        return super().load_source(request) if child is None else child.load_source(request)
 
     def take_withdrawal(self) -> MultiKVConnectorWithdrawal | None:
         parts = tuple(child.take_withdrawal() for child in self._connectors)

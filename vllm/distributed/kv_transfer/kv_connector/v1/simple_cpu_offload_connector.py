@@ -5,7 +5,7 @@ Owns the options and which half an instance is. It must not decide anything abou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -306,6 +306,9 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         return None if self.scheduler_manager is None else self.scheduler_manager.reset()
+
+    def reset_tiers(self, tiers: Collection[CacheHitSource]) -> bool | None:
+        return None if self.scheduler_manager is None else self.scheduler_manager.reset_tiers(tiers)
 
     def take_withdrawal(self) -> KVConnectorMetadata | None:
         return None if self.scheduler_manager is None else self.scheduler_manager.take_withdrawal()
