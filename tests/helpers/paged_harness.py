@@ -59,8 +59,8 @@ class PagedHarness:
             offsets[name] = width
             width += -(-spec.page_size_bytes // 64) * 64
         self.memory = torch.full((num_blocks, width), -1, dtype=torch.int8)
-        raw = {n: self.memory[:, o : o + self.specs[n].page_size_bytes] for n, o in offsets.items()}
-        model.bind_kv_caches(raw, self.specs)
+        self.raw = {n: self.memory[:, o : o + self.specs[n].page_size_bytes] for n, o in offsets.items()}
+        model.bind_kv_caches(self.raw, self.specs)
         self.free = list(range(1, num_blocks))
         self.rng.shuffle(self.free)
         self.shared: set[int] = set()

@@ -138,6 +138,7 @@ def engine_config(
     enable_prefix_caching: bool = True,
     max_model_len: int = 512,
     load_format: str = "auto",
+    tensor_parallel_size: int = 1,
 ) -> SimpleNamespace:
     """The few values that models and the loader read of a `VllmConfig`."""
     config = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
@@ -155,7 +156,7 @@ def engine_config(
         cache_config=SimpleNamespace(
             cache_dtype="auto", block_size=block_size, enable_prefix_caching=enable_prefix_caching
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=1),
         load_config=SimpleNamespace(load_format=load_format, use_tqdm_on_load=False, download_dir=None),
         speculative_config=None,
         attention_config=SimpleNamespace(backend=None),
