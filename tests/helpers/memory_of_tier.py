@@ -9,8 +9,8 @@ import gc
 import json
 import random
 import sys
-from pathlib import Path
 
+from tests.helpers.mappings import anonymous_bytes, mapping_of
 from tests.helpers.offload_parts import Byte
 from tests.helpers.offload_rig import Rig
 from vllm.v1.core.block_hash import make_block_hash_with_group_id
@@ -19,27 +19,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.simple_kv_offload.transfer import StagedKey
 
 BLOCK_TOKENS, PROMPT_BLOCKS, VOCABULARY = 16, 64, 50_000
-
-
-def anonymous_bytes() -> int:
-    """All memory of the process that is no file's."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("Anonymous:")]
-    return int(line.split()[1]) << 10
-
-
-def mapping_of(address: int) -> dict[str, int]:
-    """Bytes by name of the mapping that an address lies in."""
-    found: dict[str, int] = {}
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            start, end = (int(part, 16) for part in first.split("-"))
-            inside = start <= address < end
-        elif inside and len(rest) == 2 and rest[1] == "kB":
-            found[first[:-1]] = int(rest[0]) << 10
-    return found
 
 
 def fill(rig: Rig) -> None:

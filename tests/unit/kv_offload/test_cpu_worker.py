@@ -63,6 +63,16 @@ def test_bytes_come_back(worker: CPUOffloadingWorker, tensors: list[torch.Tensor
     assert worker.get_finished() == []
 
 
+def test_the_host_memory_hears_of_stores_before_they_start(
+    worker: CPUOffloadingWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[list[int]] = []
+    monkeypatch.setattr(worker._host, "use", used.append)
+    worker.submit_store(1, gpu(1, 6), CPULoadStoreSpec([3, 0]))
+    worker.submit_load(2, CPULoadStoreSpec([0]), gpu(2))
+    assert used == [[3, 0]]
+
+
 def test_what_cannot_be_copied_is_refused_or_fails(worker: CPUOffloadingWorker) -> None:
     assert not worker.submit_store(1, gpu(1), ShelfSpec([0]))
     assert not worker.submit_load(2, ShelfSpec([0]), gpu(1))

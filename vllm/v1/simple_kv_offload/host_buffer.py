@@ -7,13 +7,14 @@ leases last until a copy has ended. Layer L6.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 import torch
 
 from vllm.logger import init_logger
 from vllm.v1.simple_kv_offload.copy_backends.numa import spread_over_nodes
+from vllm.v1.simple_kv_offload.copy_backends.prefault import AHEAD_BYTES, Prefault
 
 logger = init_logger(__name__)
 
@@ -32,7 +33,11 @@ class HostBuffer:
         unpin: Unpin | None = None,
         regions: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Allocate, unless memory is given; ``pin`` registers a tensor with the device and says whether it could."""
+        """Allocate, unless memory is given; ``pin`` registers a tensor with the device and says whether it could.
+
+        Without ``pin`` pages are touched in the background before they are used: of memory that is given all, since it is
+        there already, else a bounded way ahead (`Prefault`).
+        """
         self._unpin = unpin
         self._pinned: list[torch.Tensor] = []
         self.regions: dict[str, torch.Tensor] = {}
@@ -47,9 +52,20 @@ class HostBuffer:
                 len(self.regions) - len(self._pinned),
                 len(self.regions),
             )
+        self._prefault: Prefault | None = None  # pinning has touched it all
+        if pin is None:
+            ahead_bytes = AHEAD_BYTES if regions is None else None
+            self._prefault = Prefault(list(self.regions.values()), ahead_bytes)
+
+    def use(self, rows: Iterable[int]) -> None:
+        """These rows are about to be written."""
+        if self._prefault is not None:
+            self._prefault.use(max(rows, default=-1))
 
     def close(self) -> None:
         """Give the memory back. Idempotent; no copy may be under way."""
+        if self._prefault is not None:
+            self._prefault.close()
         pinned, self._pinned = self._pinned, []
         for region in pinned:
             if self._unpin is not None:

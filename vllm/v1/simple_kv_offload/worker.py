@@ -342,7 +342,8 @@ class SimpleCPUOffloadWorker:
         the zeroing of fresh blocks.
         """
         metadata = self._metadata
-        if metadata is not None and self._moves is not None:
+        if metadata is not None and self._moves is not None and self._host_buffer is not None:
+            self._host_buffer.use(metadata.move_up.dst_blocks)
             self._moves.start()
         if metadata is None or not self._load_pending:
             return
@@ -370,6 +371,8 @@ class SimpleCPUOffloadWorker:
         sources, targets = metadata.store_gpu_blocks, metadata.store_cpu_blocks
         if self._shared is not None:
             sources, targets = self._shared.parts.to_store(sources, targets, metadata.store_groups)
+        if self._host_buffer is not None:
+            self._host_buffer.use(targets)
         self._launch(copy, sources, targets, True, self._device_event())
 
     def _launch(

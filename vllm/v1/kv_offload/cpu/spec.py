@@ -93,6 +93,8 @@ class CPUOffloadingWorker(OffloadingWorker):
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
             mark = event
+        if is_store:
+            self._host.use(targets)
         self._backend.launch_copy(sources, targets, is_store, job_id, events, mark)
         self._open[job_id] = (events, len(sources) * self._block_bytes)
         return True

@@ -1,7 +1,7 @@
 """Who uses a shared file: one lock that keeps the others out, a place per engine, and in it one for each of its processes.
 
-Owns the locks. They lie on bytes that no file reaches, and the kernel drops them with their process, however that ends.
-Must not know what the file holds. Layer L6.
+Owns the locks, and how the file gets its memory while others wait for them. The locks lie on bytes that no file reaches,
+and the kernel drops them with their process, however that ends. Must not know what the file holds. Layer L6.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import stat
 import struct
 import time
 
+from vllm.logger import init_logger
 from vllm.utils.clock import Clock, MonotonicClock
+
+logger = init_logger(__name__)
 
 MAX_PLACES = 64
 SCHEDULER = 0
 """The member of an engine that uses its table; rank r is member ``1 + r``."""
 MAX_MEMBERS = 65
+
+RESERVE_BYTES = 256 << 20
+PROGRESS_S = 2.0
+"""How often the log says how far the reservation is."""
 
 _MUTEX = 1 << 40
 _PLACES = _MUTEX + 1
@@ -43,6 +50,15 @@ class PlaceLocks:
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
         return True
+
+    def wait_for_start(self, patience_s: float) -> bool:
+        """The mutex, for as long as who has it makes progress: the file's memory grows within ``patience_s``."""
+        blocks = -1
+        while (now := os.fstat(self._fd).st_blocks) != blocks:
+            blocks = now
+            if self.wait_for_mutex(patience_s):
+                return True
+        return False
 
     def release_mutex(self) -> None:
         """Let the others in."""
@@ -98,6 +114,18 @@ def remove_if_unused(path: str) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def reserve(fd: int, size: int, clock: Clock, path: str) -> None:
+    """Give an empty file all of its memory, and tell in the log how far it is. ``OSError`` if there is too little."""
+    os.ftruncate(fd, 0)
+    next_word = clock.monotonic() + PROGRESS_S
+    for start in range(0, size, RESERVE_BYTES):
+        os.posix_fallocate(fd, start, min(RESERVE_BYTES, size - start))
+        if clock.monotonic() >= next_word:
+            next_word = clock.monotonic() + PROGRESS_S
+            done, whole = (start + RESERVE_BYTES) / 2**30, size / 2**30
+            logger.info("KV offload: reserving %s: %.1f of %.1f GiB", path, min(done, whole), whole)
 
 
 def is_at(path: str, info: os.stat_result) -> bool:

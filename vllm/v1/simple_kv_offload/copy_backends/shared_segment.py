@@ -26,6 +26,7 @@ from vllm.v1.simple_kv_offload.copy_backends.shared_places import (
     SCHEDULER,
     PlaceLocks,
     is_at,
+    reserve,
 )
 from vllm.v1.simple_kv_offload.shared_pool import Keys, SlotRecord, SlotState
 
@@ -56,7 +57,7 @@ _STATE_BITS = 2
 
 LOCK_PATIENCE_S = 5.0
 START_PATIENCE_S = 120.0
-"""The first engine clears the memory while the others wait."""
+"""The first engine clears the memory while the others wait; longer, as long as it gets on."""
 LOOK_FOR_DEAD_S = 1.0
 GRACE_S = 2.0
 """Between the death of a process and the reuse of its slots: copies that a device was given may still end."""
@@ -153,7 +154,7 @@ class SharedSegment:
                 if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
                     raise ValueError(f"shared_pool: {self.path} is not a file of this user")
                 self._locks = PlaceLocks(fd, self._clock)
-                if not self._locks.wait_for_mutex(START_PATIENCE_S):
+                if not self._locks.wait_for_start(START_PATIENCE_S):
                     raise ValueError(
                         f"shared_pool: another engine has kept {self.path} locked for {START_PATIENCE_S:g} s"
                     )
@@ -205,8 +206,7 @@ class SharedSegment:
         """Clear the file and reserve its memory; the magic comes last, so that half a file is none."""
         size, shape = self.shape.region_starts[-1], self.shape
         try:
-            os.ftruncate(self._fd, 0)
-            os.posix_fallocate(self._fd, 0, size)
+            reserve(self._fd, size, self._clock, self.path)
         except OSError as error:
             os.unlink(self.path)
             raise ValueError(
