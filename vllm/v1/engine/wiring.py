@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
+from vllm.model_executor.model_loader.loader import check_parallel
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.block_hash import init_none_hash
@@ -66,6 +67,9 @@ def build_engine(
     started = clock.monotonic()
     # A mistyped setting should not be told only after minutes of loading.
     KVConnectorFactory.check_config(vllm_config)
+    parallel_config = vllm_config.parallel_config
+    if parallel_config.tensor_parallel_size > 1 and parallel_config.worker_cls == "auto":
+        check_parallel(vllm_config)
     progress("loading the model")
     executor = executor_class(vllm_config)
     try:
