@@ -90,6 +90,24 @@ def test_look_ups_follow_a_prompt_through_the_tiers_and_agree_with_usage(server:
     assert details(server, prompt)["cached_tokens"] == 0
 
 
+def test_a_tier_that_is_emptied_alone_leaves_the_other(server: Server) -> None:
+    block = block_size(server)
+    prompt = random_prompt(3 * block + 5, seed=43)
+    full = full_blocks_below_last(len(prompt), block)
+    server.complete(prompt, 2)
+    server.wait_for_stores()
+    report = server.request("POST", "/reset_prefix_cache?tiers=host").body
+    assert report["success"], report
+    told = tiers(report)
+    assert told["host"]["blocks_dropped"] > 0
+    assert (told["host"]["blocks_cached"], told["device"]["asked"]) == (0, False)
+    assert ask(server, token_ids=prompt)["tokens_by_tier"] == {"device": full, "host": 0}
+    refused = server.request("POST", "/reset_prefix_cache?tiers=host&tiers=disk")
+    assert refused.status == 400
+    assert refused.body["error"]["message"] == "tiers names 'disk'; this engine has device, host"
+    assert ask(server, token_ids=prompt)["tokens_by_tier"]["device"] == full
+
+
 def test_a_conversation_is_found_where_its_completion_put_it(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
     server.request("POST", "/v1/chat/completions", body)
@@ -170,6 +188,11 @@ def test_the_page_shows_the_statistics(server: Server, browser: Browser) -> None
     assert len(fields) >= 3 * len(told["pools"]) + 2 * len(told["tiers"]) + 5 * len(told["transfers"])
     assert fields == {path: shown(value_of(told, path)) for path in fields}
     assert dom.by_id("model") == "m"
+    assert dom.fields("reset") == {
+        "?tiers=device": "Reset device",
+        "?tiers=host": "Reset host",
+        "?reset_external=true": "Reset all tiers",
+    }
     assert (
         dom.by_id("groups").count("scratch") == sum(group["use"] == "scratch" for group in told["groups"]) > 0
     )

@@ -339,6 +339,15 @@ class LLM:
         """Forget what is cached; True if nothing is held any more."""
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
+    def reset_prefix_cache_detailed(
+        self,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
+        tiers: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """The same, telling what became of each tier; with `tiers` ("device", "host", …) only those are emptied."""
+        return self.llm_engine.reset_prefix_cache_detailed(reset_running_requests, reset_connector, tiers)
+
     def reset_mm_cache(self) -> None:
         """Nothing is cached for media; kept for callers of the interface."""
         self.llm_engine.reset_mm_cache()

@@ -163,6 +163,25 @@ def test_pfx_14_a_reset_empties_all_tiers_or_names_those_it_left() -> None:
     assert run(engine, {"d": prompt})["d"].num_cached_tokens == 0
 
 
+def test_a_reset_by_tier_leaves_the_others_and_refuses_what_is_not_there() -> None:
+    engine = start(**offload_settings())
+    prompt = prompt_of(100)
+    run(engine, {"a": prompt})
+    report = engine.reset_prefix_cache_detailed(tiers=["host"])
+    device, host = report["tiers"]
+    assert report["success"]
+    assert (host["asked"], host["blocks_dropped"], host["blocks_cached"]) == (True, 6, 0)
+    assert (device["asked"], device["success"], device["blocks_cached"]) == (False, None, 6)
+    assert run(engine, {"b": prompt})["b"].num_cached_tokens == 96, "the device has it"
+    assert engine.reset_prefix_cache_detailed(tiers=["device"])["success"]
+    assert run(engine, {"c": prompt})["c"].num_cached_tokens == 96, "what the device had was copied again"
+    with pytest.raises(ValueError, match="tiers names 'disk'; this engine has device, host"):
+        engine.reset_prefix_cache_detailed(tiers=["disk"])
+    report = engine.reset_prefix_cache_detailed(reset_connector=True, tiers=["device"])
+    assert [tier["blocks_cached"] for tier in report["tiers"]] == [0, 0]
+    assert run(engine, {"d": prompt})["d"].num_cached_tokens == 0
+
+
 def test_evt_11_events_leave_the_layout_of_a_hybrid_model_alone() -> None:
     endpoint = "inproc://evt-11"
     plain = start("glm5_next")

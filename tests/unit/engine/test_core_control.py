@@ -8,8 +8,10 @@ import pytest
 
 from tests.helpers.sched import ManualClock
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.async_control import joined_resets
 from vllm.v1.engine.core_control import CLEAR_TIMEOUT_S, CoreControl
 from vllm.v1.kv_connector_types import KVConnectorMetadata
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 
 class Connector:
@@ -30,6 +32,7 @@ class Scheduler:
     def __init__(self, held: int) -> None:
         self.held = held
         self.resets: list[tuple[bool, bool]] = []
+        self.by_tier: list[tuple[object, ...]] = []
         self.unfinished = False
         self.pause_state = PauseState.UNPAUSED
         self.reset_prefix_cache_report = None
@@ -45,6 +48,12 @@ class Scheduler:
         if connector and self.connector is not None:
             self.connector.withdrawn.append(KVConnectorMetadata())
         return len(self.resets) > self.held
+
+    cache_tiers = tuple(CacheHitSource(name) for name in ("device", "host", "disk"))
+
+    def reset_tiers(self, tiers: list[CacheHitSource], running: bool) -> bool:
+        self.by_tier.append((*tiers, running))
+        return True
 
     def flush_events(self) -> None:
         pass
@@ -133,6 +142,71 @@ def test_pfx_15_a_reset_that_a_restart_may_undo_is_no_success(problem: Any, told
     result = control.reset_prefix_cache_detailed(reset_connector=True)
     assert result["success"] is False
     assert re.match(f"the next engine may find it again: {told}", result["reason"])
+
+
+@pytest.mark.parametrize(
+    ("tiers", "all_below", "emptied"),
+    [
+        (["host"], False, ("host",)),
+        (["disk", "device", "disk"], False, ("device", "disk")),
+        (["device"], True, ("device", "host", "disk")),
+        (["host"], True, ("host", "disk")),
+    ],
+)
+def test_tiers_are_emptied_from_the_device_outwards(
+    tiers: list[str], all_below: bool, emptied: tuple[str, ...]
+) -> None:
+    control, scheduler, executor, _ = world(held=0)
+    scheduler.connector = Connector()
+    scheduler.connector.withdrawn.append(KVConnectorMetadata())
+    assert control.reset_prefix_cache_detailed(True, all_below, tiers)["success"]
+    assert scheduler.by_tier == [(*emptied, True)]
+    assert not scheduler.resets
+    assert executor.withdrawals == 1
+
+
+@pytest.mark.parametrize(
+    ("tiers", "told"),
+    [(["tape", "host", "p2p"], "tiers names 'tape', 'p2p'; this engine has device, host, disk"),
+     ([], "tiers names none; this engine has")],
+)  # fmt: skip
+def test_cfg_06_a_tier_that_is_not_there_is_refused_before_anything_is_emptied(
+    tiers: list[str], told: str
+) -> None:
+    control, scheduler, _, _ = world(held=0)
+    with pytest.raises(ValueError, match=told):
+        control.reset_prefix_cache_detailed(True, True, tiers)
+    assert not scheduler.by_tier
+
+
+def test_several_engines_answer_a_reset_together() -> None:
+    def answer(success: bool, dropped: int, held: int) -> dict[str, Any]:
+        reason = None if success else f"{held} blocks are held"
+        host = {
+            "tier": "host",
+            "asked": True,
+            "success": success,
+            "blocks_dropped": dropped,
+            "blocks_held": held,
+        }
+        far = {"tier": "external_unspecified", "asked": False, "success": None, "blocks_dropped": None}
+        return {
+            "success": success, "reason": reason, "held_blocks": held, "connector_reset": None,
+            "tiers": [{**host, "reason": reason}, far],
+        }  # fmt: skip
+
+    first, second = answer(True, 3, 0), answer(False, 4, 2)
+    assert joined_resets([first]) == first
+    told = joined_resets([first, second])
+    assert told.pop("engines") == [first, second]
+    reason = "engine 1: 2 blocks are held"
+    assert told == {
+        "success": False, "reason": reason, "held_blocks": 2, "connector_reset": None,
+        "tiers": [
+            {"tier": "host", "asked": True, "success": False, "blocks_dropped": 7, "blocks_held": 2, "reason": reason},
+            {"tier": "external_unspecified", "asked": False, "success": None, "blocks_dropped": None},
+        ],
+    }  # fmt: skip
 
 
 def test_without_clearing_nothing_is_reset() -> None:

@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.http_app import App, says
 from vllm.config import KVTransferConfig
 from vllm.entrypoints.openai.dev_routes import plain
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, UtilityRefusedError
 
 
 @pytest.fixture
@@ -35,9 +35,32 @@ async def test_pfx_15_reset_reports_success_reason_and_counts(app):
     body = await post(app, "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
     assert body == {"success": True, "reason": None, "held_blocks": 0}
     assert app.engine.control == [
-        ("reset_prefix_cache_detailed", False, False),
-        ("reset_prefix_cache_detailed", True, True),
+        ("reset_prefix_cache_detailed", False, False, None),
+        ("reset_prefix_cache_detailed", True, True, None),
     ]
+
+
+async def test_a_reset_by_tier_names_each_of_them(app):
+    app.engine.answers["reset_prefix_cache_detailed"] = {"success": True, "reason": "", "tiers": []}
+    await post(app, "/reset_prefix_cache?tiers=host&tiers=disk")
+    await post(app, "/reset_prefix_cache?tiers=device&reset_external=true&reset_running_requests=true")
+    assert app.engine.control == [
+        ("reset_prefix_cache_detailed", False, False, ["host", "disk"]),
+        ("reset_prefix_cache_detailed", True, True, ["device"]),
+    ]
+
+
+async def test_cfg_06_a_reset_of_a_tier_that_is_not_there_is_a_bad_request_naming_it(app):
+    told = "tiers names 'tape'; this engine has device, host"
+    app.engine.answers["reset_prefix_cache_detailed"] = UtilityRefusedError(told)
+    reply = await app.client.post("/reset_prefix_cache?tiers=tape")
+    assert reply.status_code == 400
+    assert reply.json()["error"] == {
+        "message": told,
+        "type": "BadRequestError",
+        "param": "tiers",
+        "code": 400,
+    }
 
 
 @pytest.mark.parametrize("error", [RuntimeError("store in flight"), EngineDeadError(), ValueError("odd")])

@@ -86,17 +86,23 @@ def _answers_errors(route: Callable[..., Awaitable[Response]]) -> Callable[..., 
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(
-    raw_request: Request, reset_running_requests: bool = False, reset_external: bool = False
+    raw_request: Request,
+    reset_running_requests: bool = False,
+    reset_external: bool = False,
+    tiers: Annotated[list[str] | None, Query()] = None,
 ) -> Response:
     """Forget what is cached, on the device and, with `reset_external`, in the tiers below.
 
-    Always 200: `success` tells whether nothing is held any more, `reason` why not.
+    `tiers`, given once for each, empties those alone; `reset_external` adds all below the device. 400 for one that is not
+    there. Else always 200: `success` tells whether nothing is held any more, `reason` why not.
     """
     engine = serving(raw_request).engine_client
     try:
         report: dict[str, Any] = await engine.reset_prefix_cache_detailed(
-            reset_running_requests, reset_external
+            reset_running_requests, reset_external, tiers
         )
+    except UtilityRefusedError as error:
+        return to_http_response(create_error_response(str(error), param="tiers"))
     except Exception as error:
         logger.warning("Resetting the prefix cache failed: %s", error)
         report = {"success": False, "reason": str(error)}

@@ -5,11 +5,43 @@ Owns their names and defaults. Must not know requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_core_client import AsyncMPClient
 from vllm.v1.metrics.loggers import StatLoggerManager
+
+
+def joined_resets(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the resets of several engines did, in one answer: a success if all are, numbers added up.
+
+    With more than one engine each one's answer is in `engines` too.
+    """
+    if len(answers) == 1:
+        return dict(answers[0])
+    joined = _joined(answers)
+    by_tier: dict[str, list[dict[str, Any]]] = {}
+    for answer in answers:
+        for tier in answer.get("tiers", ()):
+            by_tier.setdefault(tier["tier"], []).append(tier)
+    joined["tiers"] = [_joined(parts) for parts in by_tier.values()]
+    return {**joined, "engines": list(answers)}
+
+
+def _joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for answer in answers for name in answer):
+        values = [answer.get(name) for answer in answers]
+        known = [value for value in values if value is not None]
+        if name == "reason":
+            told = [f"engine {engine}: {why}" for engine, why in enumerate(values) if why]
+            joined[name] = "; ".join(told) or None
+        elif not known or isinstance(known[0], str | list | tuple):
+            joined[name] = known[0] if known else None
+        else:
+            joined[name] = all(known) if isinstance(known[0], bool) else sum(known)
+    return joined
 
 
 class AsyncControl:
@@ -42,14 +74,20 @@ class AsyncControl:
         )
 
     async def reset_prefix_cache_detailed(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
+        self,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
+        tiers: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """The same with the reason: `{"success": bool, "reason": str | None, …}`."""
-        return dict(
-            await self.engine_core.call_utility_async(
-                "reset_prefix_cache_detailed", reset_running_requests, reset_connector
-            )
+        """The same with the reason: `{"success": bool, "reason": str | None, "tiers": […], …}`, of all engines.
+
+        `tiers` empties these alone, and all below the device too with `reset_connector`. UtilityRefusedError, and no
+        change, for a tier that is not there.
+        """
+        answers = await self.engine_core.call_each_async(
+            "reset_prefix_cache_detailed", reset_running_requests, reset_connector, tiers
         )
+        return joined_resets(answers)
 
     async def reset_mm_cache(self) -> None:
         await self.engine_core.call_utility_async("reset_mm_cache")

@@ -183,6 +183,16 @@ class LLMEngine:
             self.engine_core.call_utility("reset_prefix_cache", reset_running_requests, reset_connector)
         )
 
+    def reset_prefix_cache_detailed(
+        self,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
+        tiers: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """As `AsyncLLM.reset_prefix_cache_detailed`; ValueError, or UtilityRefusedError from a core process, for unknown tiers."""
+        args = (reset_running_requests, reset_connector, tiers)
+        return dict(self.engine_core.call_utility("reset_prefix_cache_detailed", *args))
+
     def lookup_kv_cache(self, prompt: Any, cache_salt: str | None = None) -> dict[str, Any]:
         """How much of the prompt a request added now would find cached, and where (`CacheLookup`); changes nothing."""
         _, request = self.input_processor.process_inputs(
