@@ -17,6 +17,7 @@ from tests.helpers import gguf_writer as writer
 from tests.helpers.paged_harness import PagedHarness
 from tests.helpers.random_schedule import random_tokens
 from tests.helpers.tiny_models import engine_config, make_oracle, oracle_logits
+from tests.helpers.tp_ranks import run_ranks
 from vllm.model_executor.model_loader.gguf import dequantise, iter_gguf, tensor_name
 from vllm.model_executor.model_loader.gguf_convert import convert
 from vllm.model_executor.model_loader.loader import get_model
@@ -154,6 +155,21 @@ def test_a_gguf_file_is_served_like_its_model(tmp_path: Path) -> None:
     harness = PagedHarness(model)
     (logits,) = harness.step([(harness.start(tokens), 30)])
     torch.testing.assert_close(logits, oracle_logits(oracle, tokens), atol=1e-4, rtol=0)
+
+
+def test_ranks_share_a_gguf_file(tmp_path: Path) -> None:
+    """The down projections end within blocks of 32 there."""
+    oracle = make_oracle("llama")
+    path = gguf_of(oracle, tmp_path / "model.gguf")
+    config = config_from_gguf(path)
+    tokens = random_tokens(random.Random(0), 30)
+
+    def work(rank: int) -> torch.Tensor:
+        harness = PagedHarness(get_model(engine_config(path, config, tensor_parallel_size=2)))
+        return harness.step([(harness.start(tokens), 30)])[0]
+
+    for logits in run_ranks(2, work):
+        torch.testing.assert_close(logits, oracle_logits(oracle, tokens), atol=1e-4, rtol=0)
 
 
 def test_cut_file_and_unsupported_tensor_are_refused_by_name(tmp_path: Path) -> None:

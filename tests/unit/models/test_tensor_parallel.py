@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.paged_harness import PagedHarness
 from tests.helpers.random_schedule import TOLERANCE, random_tokens, run_random_schedule
 from tests.helpers.tiny_models import engine_config, make_oracle, oracle_logits, save_oracle
 from tests.helpers.tp_ranks import run_ranks
+from vllm._custom_ops import has_native_ops
 from vllm.model_executor.model_loader.loader import get_model
+from vllm.model_executor.model_loader.tiny import TINY_CONFIGS, make_tiny
 from vllm.v1.attention.pages import StatePages
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.simple_kv_offload.rank_parts import rank_parts
@@ -104,6 +107,24 @@ def test_half_precision_stays_near_fp32(kind: str, dtype: torch.dtype, tmp_path:
     assert torch.equal(half, other)
     pair = torch.stack([half.flatten(), oracle_logits(oracle, tokens).flatten()])
     assert torch.corrcoef(pair)[0, 1] > 0.9
+
+
+@pytest.mark.parametrize("name", ["glm5_next", "llama"])
+def test_half_size_weights_run_in_fp32_give_what_one_rank_gives(name: str, tmp_path: Path) -> None:
+    folder = make_tiny(name, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    save_file({key: weight.half() for key, weight in weights.items()}, folder / "model.safetensors")
+    tokens = random_tokens(random.Random(1), 30)
+
+    def run(size: int) -> tuple[torch.Tensor, torch.dtype]:
+        model = get_model(engine_config(folder, TINY_CONFIGS[name], tensor_parallel_size=size))
+        harness = PagedHarness(model)
+        return harness.step([(harness.start(tokens), 30)])[0], model.head.weight.dtype
+
+    alone, _ = run(1)
+    for logits, dtype in run_ranks(2, lambda rank: run(2)):
+        torch.testing.assert_close(logits, alone, atol=TOLERANCE, rtol=0)
+        assert dtype == (torch.float16 if has_native_ops() else torch.float32)
 
 
 @dataclass
