@@ -255,7 +255,7 @@ def test_the_offloading_flag_makes_a_connector() -> None:
     transfer = config.kv_transfer_config
     assert transfer is not None
     assert transfer.kv_role == "kv_both"
-    assert transfer.kv_connector_extra_config == {"cpu_bytes_to_use": 2**29}
+    assert transfer.kv_connector_extra_config["cpu_bytes_to_use"] == 2**29
 
 
 def test_speculation_as_the_scheduler_sees_it() -> None:

@@ -160,7 +160,7 @@ class CacheConfig:
     kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = setting(
         default=None, doc="Bytes of the KV cache; overrides gpu_memory_utilization.", flag=Flag(human=True)
     )
-    kv_offloading_size: Annotated[float, Field(gt=0)] | None = setting(
+    kv_offloading_size: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = setting(
         default=None,
         doc="GiB of host memory for offloaded KV, summed over tensor-parallel ranks; off when not given.",
     )

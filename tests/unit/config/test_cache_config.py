@@ -31,7 +31,7 @@ def test_defaults():
     [
         {"block_size": 0}, {"gpu_memory_utilization": 0}, {"gpu_memory_utilization": 1.5}, {"cache_dtype": "int3"},
         {"prefix_caching_hash_algo": "md5"}, {"prefix_cache_retention_interval": -1}, {"mamba_cache_mode": "all"},
-        {"kv_offloading_size": 0}, {"kv_offloading_backend": "x"}, {"num_gpu_blocks_override": 0},
+        {"kv_offloading_size": 0}, {"kv_offloading_size": float("inf")}, {"kv_offloading_backend": "x"}, {"num_gpu_blocks_override": 0},
         {"mamba_block_size": 16, "enable_prefix_caching": False},
     ],
 )  # fmt: skip

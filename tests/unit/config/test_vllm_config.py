@@ -108,14 +108,19 @@ def test_interleaving_keeps_compressed_states_whole():
 
 
 @pytest.mark.parametrize(
-    ("simple", "connector"), [("0", "OffloadingConnector"), ("1", "SimpleCPUOffloadConnector")]
+    ("simple", "connector", "more"),
+    [("0", "OffloadingConnector", {"offload_prompt_only": False}), ("1", "SimpleCPUOffloadConnector", {})],
 )
-def test_offloading_size_chooses_the_host_tier(monkeypatch, simple, connector):
+def test_offloading_size_chooses_the_host_tier(monkeypatch, simple, connector, more):
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", simple)
     config = VllmConfig(cache_config=CacheConfig(kv_offloading_size=1.5))
     transfer = config.kv_transfer_config
     assert (transfer.kv_connector, transfer.kv_role) == (connector, "kv_both")
-    assert transfer.kv_connector_extra_config == {"cpu_bytes_to_use": 3 * 2**29}
+    assert list(transfer.kv_connector_extra_config.items()) == [
+        ("cpu_bytes_to_use", 3 * 2**29),
+        *more.items(),
+    ]
+    assert transfer.kv_load_failure_policy == "recompute", "the copies are a cache"
     assert dataclasses.replace(config).kv_transfer_config.kv_connector == connector
 
 
@@ -125,6 +130,28 @@ def test_offloading_size_never_replaces_an_explicit_connector():
             cache_config=CacheConfig(kv_offloading_size=1),
             kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
         )
+
+
+def test_offloading_size_keeps_what_is_given_without_a_connector():
+    given = {"eviction_policy": "arc", "offload_prompt_only": True}
+    config = VllmConfig(
+        cache_config=CacheConfig(kv_offloading_size=1),
+        kv_transfer_config=KVTransferConfig(engine_id="e", kv_connector_extra_config=given),
+    )
+    for transfer in (config.kv_transfer_config, dataclasses.replace(config).kv_transfer_config):
+        assert transfer.kv_connector == "OffloadingConnector"
+        assert transfer.kv_connector_extra_config == {"cpu_bytes_to_use": 2**30, **given}
+        assert (transfer.engine_id, transfer.kv_load_failure_policy) == ("e", "fail")
+    with pytest.raises(ValueError, match=r"kv_offloading_size=1\.0 is not cpu_bytes_to_use=5; give one"):
+        VllmConfig(
+            cache_config=CacheConfig(kv_offloading_size=1),
+            kv_transfer_config=KVTransferConfig(kv_connector_extra_config={"cpu_bytes_to_use": 5}),
+        )
+
+
+def test_cfg_06_an_offloading_size_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"kv_offloading_size=1e-12 \(GiB\) is less than a byte"):
+        VllmConfig(cache_config=CacheConfig(kv_offloading_size=1e-12))
 
 
 def test_offloading_backend_must_exist():
