@@ -98,7 +98,7 @@ void empty(Index* index) {
 }
 
 bool is_key(PyObject* key) {
-  if (PyBytes_Check(key)) return true;
+  if (Py_TYPE(key) == &PyBytes_Type || PyBytes_Check(key)) return true;
   PyErr_SetString(PyExc_TypeError, "keys of the index are bytes");
   return false;
 }
@@ -334,7 +334,17 @@ PyObject* for_keys(const char* name, PyObject* const* args, Py_ssize_t count, Ea
 // add_keys(index, keys) and drop_keys(index, keys): the index as a set; its values are None.
 PyObject* add_keys(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return for_keys("add_keys", args, count, [](Index* index, PyObject* key, uint32_t hash, Py_ssize_t more) {
-    return make_room(index, more) && (find_entry(index, key, hash) != kNowhere || add(index, key, hash, Py_None));
+    if (!make_room(index, more)) return false;
+    uint64_t place = home(index, hash);
+    for (; index->hashes[place] != 0; place = after(index, place)) {
+      if (index->hashes[place] == hash && is_same(index->entries[place].key, key)) return true;
+    }
+    Py_INCREF(key);
+    Py_INCREF(Py_None);
+    index->hashes[place] = hash;
+    index->entries[place] = {key, Py_None};
+    index->used += 1;
+    return true;
   });
 }
 

@@ -35,7 +35,7 @@ PyMethodDef functions[] = {
     {"add_keys", fast(add_keys), METH_FASTCALL, nullptr},
     {"drop_keys", fast(drop_keys), METH_FASTCALL, nullptr},
     {"block_ids", fast(block_ids), METH_FASTCALL, nullptr},
-    {"token_counts", fast(token_counts), METH_FASTCALL, nullptr},
+    {"pack_token_counts", fast(pack_token_counts), METH_FASTCALL, nullptr},
     {"count_before", fast(count_before), METH_FASTCALL, nullptr},
     {"release", fast(release), METH_FASTCALL, nullptr},
     {"hash_chain", fast(hash_chain), METH_FASTCALL, nullptr},

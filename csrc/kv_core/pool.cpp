@@ -1,10 +1,7 @@
 // The loops of the pool: allocate with eviction, touch, release.
-#include "records.h"
+#include "scout.h"
 
-#include <algorithm>
 #include <cstring>
-#include <string_view>
-#include <vector>
 
 namespace kv_core {
 
@@ -59,137 +56,16 @@ bool forget(Index* index, Block* block) {
   return true;
 }
 
-// What is asked of a block: first the text of its hash, and later its place in the index.
-void expect_text(const Block* block) {
-  if (block->hash == nullptr) return;
-  __builtin_prefetch(block->hash);
-  __builtin_prefetch(reinterpret_cast<const char*>(block->hash) + 64);
-}
-
-void expect_place(const Index* index, const Block* block) {
-  if (index->used != 0 && block->hash != nullptr) expect_entry(index, hash_of(block->hash));
-}
-
-constexpr int kAhead = 8;  // blocks between a fetch and the use of what it brings
-
-// Runs ahead of a walk over the queue, so that what the walk asks of a block is on its way when it gets there: first the
-// block's hash, then its place in the index.
-class Scout {
- public:
-  Scout(const Queue* queue, const Index* index) : first_(queue->head->next), second_(first_), end_(queue->tail), index_(index) {
-    for (int i = 0; i < kAhead; ++i) step_first();
-    for (int i = 0; i < kAhead; ++i) step();
-  }
-  void step() {
-    step_first();
-    if (is_over(second_)) return;
-    expect_place(index_, second_);
-    second_ = second_->next;
-  }
-
- private:
-  bool is_over(const Block* block) const { return block == nullptr || block == end_; }
-  void step_first() {
-    if (is_over(first_)) return;
-    expect_text(first_);
-    first_ = first_->next;
-  }
-
-  const Block* first_;
-  const Block* second_;
-  const Block* end_;
-  const Index* index_;
-};
-
 // What `block.owner` is for this pool; borrowed.
 bool is_owned(const Block* block, PyObject* pool, PyObject* weak) {
   return block->owner != nullptr && (block->owner == weak || block->owner == pool);
 }
-
-// What hashes may end with.
-class Suffixes {
- public:
-  explicit Suffixes(PyObject* texts) : texts_(texts) {
-    for (Py_ssize_t i = 0; texts_.ok() && i < texts_.size(); ++i) {
-      char* text = nullptr;
-      Py_ssize_t size = 0;
-      if (PyBytes_AsStringAndSize(texts_[i], &text, &size) != 0) return;
-      all_.emplace_back(text, size_t(size));
-    }
-  }
-  bool ok() const { return texts_.ok() && Py_ssize_t(all_.size()) == texts_.size(); }
-  bool end(PyObject* hash) const {
-    const std::string_view text(PyBytes_AsString(hash), size_t(PyBytes_Size(hash)));
-    for (const std::string_view suffix : all_) {
-      if (text.size() >= suffix.size() && text.substr(text.size() - suffix.size()) == suffix) return true;
-    }
-    return false;
-  }
-
- private:
-  Items texts_;
-  std::vector<std::string_view> all_;
-};
-
-// A list that is made as long as it may get, and cut when it is done.
-class Rows {
- public:
-  explicit Rows(Py_ssize_t most) : list_(PyList_New(most)), most_(most) {}
-  ~Rows() { Py_XDECREF(list_); }
-  Rows(const Rows&) = delete;
-  Rows& operator=(const Rows&) = delete;
-  bool ok() const { return list_ != nullptr; }
-  void add(PyObject* item) {
-    Py_INCREF(item);
-    PyList_SetItem(list_, count_++, item);
-  }
-  void drop_all() { count_ = 0; }
-  // Borrowed; null with an error.
-  PyObject* done() { return PyList_SetSlice(list_, count_, most_, nullptr) == 0 ? list_ : nullptr; }
-
- private:
-  PyObject* list_;
-  Py_ssize_t most_;
-  Py_ssize_t count_ = 0;
-};
-
-// Counts different texts; borrows them.
-class Different {
- public:
-  explicit Different(Py_ssize_t most) : mask_(1) {
-    while (mask_ < 2 * size_t(most)) mask_ *= 2;
-    places_.resize(mask_--);
-  }
-  void add(PyObject* text, uint32_t hash) {
-    size_t place = hash & mask_;
-    for (; places_[place] != nullptr; place = (place + 1) & mask_) {
-      if (is_same(places_[place], text)) return;
-    }
-    places_[place] = text;
-    count_ += 1;
-  }
-  Py_ssize_t count() const { return count_; }
-
- private:
-  size_t mask_;
-  std::vector<PyObject*> places_;
-  Py_ssize_t count_ = 0;
-};
 
 PyObject* weak_reference(PyObject* pool) {
   PyObject* weak = PyWeakref_NewRef(pool, nullptr);
   if (weak == nullptr) PyErr_Clear();
   return weak;
 }
-
-}  // namespace
-
-bool add_tally_type(PyObject* module) {
-  tally_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&tally_spec));
-  return tally_type != nullptr && PyModule_AddObjectRef(module, "Tally", reinterpret_cast<PyObject*>(tally_type)) == 0;
-}
-
-namespace {
 
 // Blocks are mostly taken one at a time: what the next two times need is fetched meanwhile.
 void expect_next_takes(const Queue* queue, const Index* index) {
@@ -201,28 +77,63 @@ void expect_next_takes(const Queue* queue, const Index* index) {
   __builtin_prefetch(second->next);
 }
 
-// The function that `bind_take` returns; `bound` is a tuple of queue, index, tally and dict of further keys.
-PyObject* take(PyObject* bound, PyObject* count) {
-  if (PyDict_Size(PyTuple_GetItem(bound, 3)) != 0) Py_RETURN_NONE;
+// What `bind_take` binds; strong references.
+struct Bound {
+  PyObject ob_base;
+  Queue* queue;
+  Index* index;
+  Tally* tally;
+  PyObject* further_keys;
+};
+
+PyTypeObject* bound_type = nullptr;
+
+void dealloc_bound(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  Bound* bound = reinterpret_cast<Bound*>(self);
+  Py_XDECREF(reinterpret_cast<PyObject*>(bound->queue));
+  Py_XDECREF(reinterpret_cast<PyObject*>(bound->index));
+  Py_XDECREF(reinterpret_cast<PyObject*>(bound->tally));
+  Py_XDECREF(bound->further_keys);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(reinterpret_cast<PyObject*>(type));
+}
+
+PyType_Slot bound_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc_bound)}, {0, nullptr}};
+
+PyType_Spec bound_spec = {"vllm._kv_core.Bound", sizeof(Bound), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                          bound_slots};
+
+// The function that `bind_take` returns.
+PyObject* take(PyObject* self, PyObject* count) {
+  const Bound* bound = reinterpret_cast<Bound*>(self);
+  if (PyDict_Size(bound->further_keys) != 0) Py_RETURN_NONE;
   const Py_ssize_t number = PyLong_AsSsize_t(count);
   if (number == -1 && PyErr_Occurred()) return nullptr;
-  Queue* queue = reinterpret_cast<Queue*>(PyTuple_GetItem(bound, 0));
-  Index* index = reinterpret_cast<Index*>(PyTuple_GetItem(bound, 1));
-  PyObject* taken = pop_front(queue, number);
-  const auto block_at = [&taken](Py_ssize_t i) { return reinterpret_cast<Block*>(PyList_GetItem(taken, i)); };
-  for (Py_ssize_t i = 0; taken != nullptr && i < number; ++i) {
-    if (i + 2 * kAhead < number) expect_text(block_at(i + 2 * kAhead));
-    if (i + kAhead < number) expect_place(index, block_at(i + kAhead));
-    Block* block = block_at(i);
+  Queue* queue = bound->queue;
+  Index* index = bound->index;
+  Tally* tally = bound->tally;
+  if (number < 0 || number > queue->size) {
+    return PyErr_Format(PyExc_ValueError, "Cannot get %zd free blocks from the pool, %zd are free", number, queue->size);
+  }
+  const auto empty = [index, tally](Block* block) {
     block->references = 1;
-    if (block->hash == nullptr) continue;
-    if (!forget(index, block)) {
-      Py_CLEAR(taken);
-      break;
-    }
-    reinterpret_cast<Tally*>(PyTuple_GetItem(bound, 2))->evicted += 1;
+    if (block->hash == nullptr) return true;
+    if (!forget(index, block)) return false;
+    tally->evicted += 1;
     Py_CLEAR(block->hash);
     block->num_tokens = kNoTokens;
+    return true;
+  };
+  PyObject* taken = nullptr;
+  if (number < kAhead) {
+    taken = pop_front(queue, number, empty);
+  } else {
+    Scout scout(queue, index);
+    taken = pop_front(queue, number, [&scout, &empty](Block* block) {
+      scout.step();
+      return empty(block);
+    });
   }
   if (taken != nullptr) expect_next_takes(queue, index);
   return taken;
@@ -230,7 +141,20 @@ PyObject* take(PyObject* bound, PyObject* count) {
 
 PyMethodDef take_definition = {"take", take, METH_O, nullptr};
 
+template <typename T>
+T* held(PyObject* object) {
+  Py_INCREF(object);
+  return reinterpret_cast<T*>(object);
+}
+
 }  // namespace
+
+bool add_tally_type(PyObject* module) {
+  tally_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&tally_spec));
+  bound_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&bound_spec));
+  return bound_type != nullptr && tally_type != nullptr &&
+         PyModule_AddObjectRef(module, "Tally", reinterpret_cast<PyObject*>(tally_type)) == 0;
+}
 
 // bind_take(queue, index, tally, further_keys) -> function of a count, which returns a list: the front of the queue, each block
 // with one reference and without its hash, which leaves the index and is counted. None, and no change, while `further_keys` is
@@ -242,9 +166,15 @@ PyObject* bind_take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return nullptr;
   }
   if (as_index(args[1]) == nullptr) return nullptr;
-  PyObject* bound = PyTuple_Pack(4, args[0], args[1], args[2], args[3]);
-  PyObject* function = bound == nullptr ? nullptr : PyCFunction_New(&take_definition, bound);
-  Py_XDECREF(bound);
+  PyObject* object = PyType_GenericAlloc(bound_type, 0);
+  if (object == nullptr) return nullptr;
+  Bound* bound = reinterpret_cast<Bound*>(object);
+  bound->queue = held<Queue>(args[0]);
+  bound->index = held<Index>(args[1]);
+  bound->tally = held<Tally>(args[2]);
+  bound->further_keys = held<PyObject>(args[3]);
+  PyObject* function = PyCFunction_New(&take_definition, object);
+  Py_DECREF(object);
   return function;
 }
 
@@ -282,81 +212,6 @@ PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// find_cached(queue, depth, suffixes, unwanted, index, coming) -> (blocks, hashes, number, last): of the first `depth` blocks
-// those whose hash ends with one of the suffixes and is not in the set `unwanted`, how many different ones of these hashes are in
-// neither index, and the last block looked at or None. No blocks and hashes where there is no such one.
-PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("find_cached", count, 6)) return nullptr;
-  if (!PyObject_TypeCheck(args[0], queue_type) || !PyAnySet_Check(args[3])) {
-    PyErr_SetString(PyExc_TypeError, "find_cached needs a native queue and a set");
-    return nullptr;
-  }
-  const Index* index = as_index(args[4]);
-  const Index* coming = index == nullptr ? nullptr : as_index(args[5]);
-  const Py_ssize_t depth = coming == nullptr ? -1 : PyLong_AsSsize_t(args[1]);
-  if (depth == -1 && PyErr_Occurred()) return nullptr;
-  const Suffixes suffixes(args[2]);
-  if (!suffixes.ok()) return nullptr;
-  const bool all_wanted = PySet_Size(args[3]) == 0;
-  const Queue* queue = reinterpret_cast<Queue*>(args[0]);
-  const Py_ssize_t most = std::max<Py_ssize_t>(0, std::min(depth, queue->size));
-  const auto lack = [index, coming](PyObject* text, uint32_t hash) {
-    return find_entry(index, text, hash) == kNowhere && find_entry(coming, text, hash) == kNowhere;
-  };
-  const auto lacks = [&lack](const Block* block) { return block->hash != nullptr && lack(block->hash, hash_of(block->hash)); };
-  Block *last = nullptr, *block = queue->head->next;
-  Py_ssize_t num_copied = 0;  // mostly the index has everything, and nothing is to be listed
-  for (Scout scout(queue, index); num_copied < most && block != nullptr && block != queue->tail && !lacks(block); ++num_copied) {
-    scout.step();
-    last = block;
-    block = block->next;
-  }
-  const bool has_all = num_copied == most || block == nullptr || block == queue->tail;
-  Rows blocks(has_all ? 0 : most), hashes(has_all ? 0 : most);
-  if (!blocks.ok() || !hashes.ok()) return nullptr;
-  Scout scout(queue, index);
-  Different absent(has_all ? 0 : most);
-  if (!has_all) block = queue->head->next;
-  for (Py_ssize_t i = 0; !has_all && i < most && block != nullptr && block != queue->tail; ++i, block = block->next) {
-    scout.step();
-    last = block;
-    if (block->hash == nullptr || !suffixes.end(block->hash)) continue;
-    const int unwanted = all_wanted ? 0 : PySet_Contains(args[3], block->hash);
-    if (unwanted < 0) return nullptr;
-    if (unwanted > 0) continue;
-    blocks.add(as_object(block));
-    hashes.add(block->hash);
-    const uint32_t hash = hash_of(block->hash);
-    if (lack(block->hash, hash)) absent.add(block->hash, hash);
-  }
-  if (absent.count() == 0) blocks.drop_all(), hashes.drop_all();
-  PyObject *found = blocks.done(), *keys = hashes.done();
-  if (found == nullptr || keys == nullptr) return nullptr;
-  return Py_BuildValue("OOnO", found, keys, absent.count(), last == nullptr ? Py_None : as_object(last));
-}
-
-// lacking(index, hashes) -> list: those of the hashes that the index has no entry for, in order.
-PyObject* lacking(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("lacking", count, 2)) return nullptr;
-  const Index* index = as_index(args[0]);
-  if (index == nullptr) return nullptr;
-  Items hashes(args[1]);
-  if (!hashes.ok()) return nullptr;
-  PyObject* absent = PyList_New(0);
-  bool ok = absent != nullptr;
-  for (Py_ssize_t i = 0, n = hashes.size(); ok && i < n; ++i) {
-    PyObject* hash = hashes[i];
-    if (!PyBytes_Check(hash)) {
-      PyErr_SetString(PyExc_TypeError, "keys of the index are bytes");
-      ok = false;
-    } else if (index->used == 0 || find_entry(index, hash, hash_of(hash)) == kNowhere) {
-      ok = PyList_Append(absent, hash) == 0;
-    }
-  }
-  if (!ok) Py_CLEAR(absent);
-  return absent;
-}
-
 // block_ids(blocks) -> list of their ids.
 PyObject* block_ids(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (wrong_count("block_ids", count, 1)) return nullptr;
@@ -374,9 +229,9 @@ PyObject* block_ids(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return ids;
 }
 
-// token_counts(blocks) -> memory of 32-bit numbers: how many tokens their hashes cover, or kNoTokens.
-PyObject* token_counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("token_counts", count, 1)) return nullptr;
+// pack_token_counts(blocks) -> bytes of 32-bit numbers: how many tokens their hashes cover, or kNoTokens.
+PyObject* pack_token_counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (wrong_count("pack_token_counts", count, 1)) return nullptr;
   Items items(args[0]);
   const Py_ssize_t number = items.ok() ? items.size() : 0;
   PyObject* bytes = items.ok() ? PyBytes_FromStringAndSize(nullptr, number * Py_ssize_t(sizeof(uint32_t))) : nullptr;
@@ -389,32 +244,7 @@ PyObject* token_counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
       std::memcpy(place, &block->num_tokens, sizeof(uint32_t));
     }
   }
-  PyObject* memory = bytes == nullptr ? nullptr : PyMemoryView_FromObject(bytes);
-  PyObject* numbers = memory == nullptr ? nullptr : PyObject_CallMethod(memory, "cast", "s", "I");
-  Py_XDECREF(bytes);
-  Py_XDECREF(memory);
-  return numbers;
-}
-
-// count_before(queue, limit, hashes) -> int: how many blocks, `limit` at most, are in front of the first whose hash is in the
-// set `hashes`.
-PyObject* count_before(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("count_before", count, 3)) return nullptr;
-  if (!PyObject_TypeCheck(args[0], queue_type) || !PyAnySet_Check(args[2])) {
-    PyErr_SetString(PyExc_TypeError, "count_before needs a native queue and a set");
-    return nullptr;
-  }
-  const Py_ssize_t limit = PyLong_AsSsize_t(args[1]);
-  if (limit == -1 && PyErr_Occurred()) return nullptr;
-  const Queue* queue = reinterpret_cast<Queue*>(args[0]);
-  Py_ssize_t before = 0;
-  for (Block* block = queue->head->next; before < limit && block != nullptr && block != queue->tail; block = block->next) {
-    const int found = block->hash == nullptr ? 0 : PySet_Contains(args[2], block->hash);
-    if (found < 0) return nullptr;
-    if (found != 0) break;
-    before += 1;
-  }
-  return PyLong_FromSsize_t(before);
+  return bytes;
 }
 
 // release(pool, blocks, cached, uncached) -> None, or a list of blocks of other pools: one reference less for each of the pool's

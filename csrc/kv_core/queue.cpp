@@ -19,6 +19,15 @@ void link_between(Block* before, Block* block, Block* after) {
   after->previous = block;
 }
 
+// The block joins the queue as its youngest.
+void start_age(Queue* queue, const Block* block) {
+  if (queue->ages != nullptr && block->id >= 0 && block->id < queue->num_ages) queue->ages[block->id] = queue->next_age++;
+}
+
+uint64_t age_of(const Queue* queue, const Block* block) {
+  return queue->ages != nullptr && block->id >= 0 && block->id < queue->num_ages ? queue->ages[block->id] : 0;
+}
+
 PyObject* insert_after(Queue* queue, Block* cursor, PyObject* blocks) {
   Items items(blocks);
   if (!items.ok()) return nullptr;
@@ -53,6 +62,7 @@ PyObject* insert_in_front(Queue* queue, PyObject* blocks) {
 }
 
 void take_apart(Queue* queue) {
+  PyMem_Free(queue->ages);
   Block* block = queue->head;
   while (block != nullptr) {  // the references of links hold each next block until its turn
     Block* next = block->next;
@@ -97,8 +107,15 @@ void dealloc(PyObject* self) {
   Py_DECREF(reinterpret_cast<PyObject*>(type));
 }
 
+PyObject* pop(Queue* queue, Py_ssize_t count) {
+  if (count < 0 || count > queue->size) {
+    return PyErr_Format(PyExc_ValueError, "%zd free blocks wanted, %zd left", count, queue->size);
+  }
+  return pop_front(queue, count, [](Block*) { return true; });
+}
+
 PyObject* popleft(PyObject* self, PyObject*) {
-  PyObject* taken = pop_front(self_of(self), 1);
+  PyObject* taken = pop(self_of(self), 1);
   if (taken == nullptr) return nullptr;
   PyObject* block = PyList_GetItem(taken, 0);
   Py_INCREF(block);
@@ -109,7 +126,7 @@ PyObject* popleft(PyObject* self, PyObject*) {
 PyObject* popleft_n(PyObject* self, PyObject* count) {
   const Py_ssize_t number = PyLong_AsSsize_t(count);
   if (number == -1 && PyErr_Occurred()) return nullptr;
-  return pop_front(self_of(self), number);
+  return pop(self_of(self), number);
 }
 
 PyObject* remove_block(PyObject* self, PyObject* object) {
@@ -118,28 +135,71 @@ PyObject* remove_block(PyObject* self, PyObject* object) {
   Py_RETURN_NONE;
 }
 
-PyObject* append(PyObject* self, PyObject* object) {
-  PyObject* one = PyTuple_Pack(1, object);
-  if (one == nullptr) return nullptr;
-  PyObject* done = insert_after(self_of(self), self_of(self)->tail->previous, one);
-  Py_DECREF(one);
+PyObject* append_n(PyObject* self, PyObject* blocks) {
+  Queue* queue = self_of(self);
+  if (queue->ages == nullptr) return insert_after(queue, queue->tail->previous, blocks);
+  Items items(blocks);
+  PyObject* done = items.ok() ? insert_after(queue, queue->tail->previous, items.object()) : nullptr;
+  for (Py_ssize_t i = 0, n = items.size(); done != nullptr && i < n; ++i) {
+    start_age(queue, reinterpret_cast<Block*>(items[i]));
+  }
   return done;
 }
 
-PyObject* append_n(PyObject* self, PyObject* blocks) {
-  return insert_after(self_of(self), self_of(self)->tail->previous, blocks);
+PyObject* append(PyObject* self, PyObject* object) {
+  PyObject* one = PyTuple_Pack(1, object);
+  PyObject* done = one == nullptr ? nullptr : append_n(self, one);
+  Py_XDECREF(one);
+  return done;
 }
 
 PyObject* prepend_n(PyObject* self, PyObject* blocks) {
   return insert_in_front(self_of(self), blocks);
 }
 
-PyObject* put_back(PyObject* self, PyObject* blocks) {
-  Queue* queue = self_of(self);
+Block* find_last_blank(Queue* queue) {
   Block* last = queue->last_blank;
   while (last->next != nullptr && last->next != queue->tail && last->next->hash == nullptr) last = last->next;
   assign(queue->last_blank, last);
-  return insert_after(queue, last, blocks);
+  return last;
+}
+
+PyObject* put_back(PyObject* self, PyObject* blocks) {
+  return insert_after(self_of(self), find_last_blank(self_of(self)), blocks);
+}
+
+PyObject* put_by_age(PyObject* self, PyObject* blocks) {
+  Queue* queue = self_of(self);
+  Items items(blocks);
+  if (!items.ok()) return nullptr;
+  Block* last = find_last_blank(queue);
+  for (Py_ssize_t i = 0, n = items.size(); i < n; ++i) {
+    Block* block = as_block(items[i]);
+    if (block == nullptr) return nullptr;
+    const uint64_t age = age_of(queue, block);
+    while (last->next != nullptr && last->next != queue->tail && age_of(queue, last->next) < age) last = last->next;
+    PyObject* one = PyTuple_Pack(1, as_object(block));
+    PyObject* done = one == nullptr ? nullptr : insert_after(queue, last, one);
+    Py_XDECREF(one);
+    if (done == nullptr) return nullptr;
+    Py_DECREF(done);
+    last = block;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* keep_ages(PyObject* self, PyObject* count) {
+  Queue* queue = self_of(self);
+  const Py_ssize_t number = PyLong_AsSsize_t(count);
+  if (number == -1 && PyErr_Occurred()) return nullptr;
+  if (number < 0) return PyErr_Format(PyExc_ValueError, "ages of %zd blocks", number);
+  if (queue->ages != nullptr) Py_RETURN_NONE;
+  queue->ages = static_cast<uint64_t*>(PyMem_Calloc(size_t(number), sizeof(uint64_t)));
+  if (queue->ages == nullptr) return PyErr_NoMemory();
+  queue->num_ages = number;
+  queue->next_age = 1;
+  for (Block* block = queue->head->next; block != nullptr && block != queue->tail; block = block->next) start_age(queue, block);
+  Py_RETURN_NONE;
 }
 
 PyObject* look_again(PyObject* self, PyObject*) {
@@ -179,10 +239,14 @@ PyTypeObject* walk_type = nullptr;
 
 PyObject* walk_next(PyObject* self) {
   Walk* walk = reinterpret_cast<Walk*>(self);
-  Block* block = walk->last == nullptr ? nullptr : walk->last->next;
+  Block* last = walk->last;
+  Block* block = last == nullptr ? nullptr : last->next;
   if (block == walk->end) block = nullptr;
-  assign(walk->last, block);
+  expect_followers(last, block);
+  walk->last = block;  // its reference to the last one goes to the new one
   Py_XINCREF(as_object(block));
+  Py_XINCREF(as_object(block));
+  Py_XDECREF(as_object(last));
   return as_object(block);
 }
 
@@ -231,7 +295,8 @@ PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject
   return nullptr;
 }
 
-constexpr char kBlock[] = "block", kCursor[] = "cursor", kBlocks[] = "blocks", kNumber[] = "n";
+constexpr char kBlock[] = "block", kCursor[] = "cursor", kBlocks[] = "blocks", kNumber[] = "n",
+               kCount[] = "num_blocks";
 
 template <Method method, const char* name>
 PyCFunction named() {
@@ -257,6 +322,10 @@ PyMethodDef methods[] = {
     {"prepend_n", named<prepend_n, kBlocks>(), kNamed, "prepend_n($self, blocks)\n--\n\nPut `blocks` at the front."},
     {"put_back", named<put_back, kBlocks>(), kNamed,
      "put_back($self, blocks)\n--\n\nPut `blocks` at the front, but behind blocks there without a hash."},
+    {"put_by_age", named<put_by_age, kBlocks>(), kNamed,
+     "put_by_age($self, blocks)\n--\n\nAs `put_back`, but behind whatever there is older."},
+    {"keep_ages", named<keep_ages, kCount>(), kNamed,
+     "keep_ages($self, num_blocks)\n--\n\nRemember from now on in which order blocks came to the tail."},
     {"look_again", look_again, METH_NOARGS, "look_again($self)\n--\n\nA queued block may have got a hash where it is."},
     {"clear", clear, METH_NOARGS, "clear($self)\n--\n\nNo queued block has a hash any more."},
     {"insert_n_after", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(insert_n_after)), METH_FASTCALL,
@@ -294,26 +363,6 @@ bool unlink(Queue* queue, Block* block) {
   Py_DECREF(as_object(block));
   Py_DECREF(as_object(block));
   return true;
-}
-
-PyObject* pop_front(Queue* queue, Py_ssize_t count) {
-  if (count < 0 || count > queue->size) {
-    PyErr_Format(PyExc_ValueError, "%zd free blocks wanted, %zd left", count, queue->size);
-    return nullptr;
-  }
-  PyObject* taken = PyList_New(count);
-  for (Py_ssize_t i = 0; taken != nullptr && i < count; ++i) {
-    Block* block = queue->head->next;
-    if (block == nullptr || block == queue->tail) {
-      PyErr_SetString(PyExc_RuntimeError, "the free queue is shorter than its count");
-      Py_CLEAR(taken);
-      break;
-    }
-    Py_INCREF(as_object(block));
-    PyList_SetItem(taken, i, as_object(block));
-    if (!unlink(queue, block)) Py_CLEAR(taken);
-  }
-  return taken;
 }
 
 bool add_queue_type(PyObject* module) {

@@ -6,7 +6,7 @@ import copy
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.utils.checks import InvariantError
-from vllm.utils.hashing import HashFn, sha256, sha256_cbor
 from vllm.utils.native_core import NativeCore, native_core
-from vllm.v1.core.block_hasher import hash_block_tokens
 from vllm.v1.core.block_ops import (
     PythonTally,
     make_entries,
@@ -26,9 +24,9 @@ from vllm.v1.core.block_ops import (
     python_count_before,
     python_find_cached,
     python_lacking,
+    python_pack_token_counts,
     python_release,
     python_take,
-    python_token_counts,
     python_touch,
 )
 from vllm.v1.core.free_block_queue import PythonLinkedQueue
@@ -133,8 +131,20 @@ class Side:
         """A queued block comes to the front, before or behind those without a hash."""
         moved = self.blocks[numbers[0] % NUM_BLOCKS]
         self.queue.remove(moved)
-        put = self.queue.put_back if len(numbers) > 2 else self.queue.prepend_n
-        put(blocks=(moved,))
+        ways = (self.queue.prepend_n, self.queue.put_back, self.queue.put_by_age)
+        ways[(len(numbers) + numbers[-1]) % 3](blocks=(moved,))
+
+    def keep_ages(self, numbers: Sequence[int]) -> None:
+        self.queue.keep_ages(num_blocks=NUM_BLOCKS)
+
+    def put_all_by_age(self, numbers: Sequence[int]) -> None:
+        """Several leave the queue; they come back to where they were, or there they are known to be older than."""
+        moved = [self.blocks[n] for n in dict.fromkeys(n % NUM_BLOCKS for n in numbers)]
+        moved = [block for block in moved if block.next_free_block is not None]
+        for block in moved:
+            self.queue.remove(block)
+        self.queue.put_by_age(moved)
+        self.queue.put_by_age(())
 
     def lose_all_hashes(self, numbers: Sequence[int]) -> None:
         self.index.clear()
@@ -159,7 +169,7 @@ class Side:
         self.coming.difference_update(iter(KEYS))
         self.coming.update(KEYS[n % len(KEYS)] for n in numbers[1:2] * 2)
         blocks, keys, num_lacking, last = self._find_cached(
-            self.queue, numbers[0], suffixes, unwanted, other, self.coming
+            self.queue, suffixes, unwanted, other, self.coming, numbers[0]
         )
         return (
             self._block_ids(blocks),
@@ -209,7 +219,7 @@ def both_sides() -> tuple[Side, Side]:
                 python_count_before,
                 python_lacking,
                 python_block_ids,
-                python_token_counts,
+                python_pack_token_counts,
                 set,
             ),
         ),
@@ -226,7 +236,7 @@ def both_sides() -> tuple[Side, Side]:
                 native.count_before,
                 native.lacking,
                 native.block_ids,
-                native.token_counts,
+                native.pack_token_counts,
                 make_key_set,
             ),
         ),
@@ -253,6 +263,8 @@ words = st.sampled_from(
         "remove_and_put",
         "lose_all_hashes",
         "pop_and_append",
+        "keep_ages",
+        "put_all_by_age",
         "walk",
         "survey",
     )
@@ -320,6 +332,10 @@ def test_wrong_values_are_refused() -> None:
         queue.append(PythonBlock(1))
     with pytest.raises(TypeError, match="blocks"):
         queue.append_n(block=[block])
+    with pytest.raises(TypeError, match="native block"):
+        queue.put_by_age([PythonBlock(1)])
+    with pytest.raises(ValueError, match="-1"):
+        queue.keep_ages(-1)
     with pytest.raises(RuntimeError, match="once"):
         queue.__init__(block, block, [])
     with pytest.raises(TypeError, match="native queue"):
@@ -327,15 +343,15 @@ def test_wrong_values_are_refused() -> None:
     with pytest.raises(TypeError, match="native index"):
         native.bind_take(queue, {}, native.Tally(), {})
     with pytest.raises(TypeError, match="a set"):
-        native.find_cached(queue, 1, (), [], native.Index(), native.Index())
+        native.find_cached(queue, (), [], native.Index(), native.Index(), 1)
     with pytest.raises(TypeError, match="native index"):
-        native.find_cached(queue, 1, (), set(), {}, native.Index())
+        native.find_cached(queue, (), set(), {}, native.Index(), 1)
     with pytest.raises(TypeError, match="native index"):
-        native.find_cached(queue, 1, (), set(), native.Index(), set())
+        native.find_cached(queue, (), set(), native.Index(), set(), 1)
     block.block_hash = b"x"
     queue.append(block)
     with pytest.raises(TypeError, match="bytes"):
-        native.find_cached(queue, 1, ("x",), set(), native.Index(), native.Index())
+        native.find_cached(queue, ("x",), set(), native.Index(), native.Index(), 1)
     queue.remove(block)
     with pytest.raises(TypeError, match="a set"):
         native.count_before(queue, 1, [])
@@ -449,50 +465,3 @@ def test_the_index_stays_right_while_it_is_full_and_emptied_from_the_front() -> 
             table.get(wrong)
     with pytest.raises(ValueError, match="out of range"):
         core().Index(-1)
-
-
-@pytest.fixture(params=[False, True], ids=["best", "portable"])
-def portable(request: pytest.FixtureRequest) -> Iterator[bool]:
-    core().select_portable_sha256(request.param)
-    yield request.param
-    core().select_portable_sha256(False)
-
-
-plain_tokens = st.one_of(
-    st.integers(0, 30), st.integers(250, 260), st.integers(65530, 65540), st.integers(0, (1 << 31) - 1)
-)
-
-
-def reference_chain(hash_fn: HashFn, parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
-    chain: list[Any] = [parent]
-    for start in range(0, len(tokens) - size + 1, size):
-        chain.append(hash_block_tokens(hash_fn, chain[-1], tokens[start : start + size]))
-    return chain[1:]
-
-
-@pytest.mark.parametrize("hash_fn", [sha256, sha256_cbor])
-@pytest.mark.usefixtures("portable")
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_the_chain_has_the_bytes_of_the_reference(hash_fn: HashFn, data: st.DataObject) -> None:
-    size = data.draw(st.sampled_from((1, 2, 3, 4, 5, 16, 23, 24, 64, 300)))
-    parent = data.draw(st.binary(min_size=1, max_size=255))
-    pattern = data.draw(st.lists(plain_tokens, min_size=1, max_size=40))
-    tokens = (pattern * (2 * size // len(pattern) + 1))[: data.draw(st.integers(0, 2 * size))]
-    expected = reference_chain(hash_fn, parent, tokens, size)
-    assert core().hash_chain(parent, tokens, size, hash_fn is sha256_cbor) == expected
-    assert core().hash_chain(parent, tuple(tokens), size, hash_fn is sha256_cbor) == expected
-
-
-@pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 80, True, None, 1.5, "1"])
-@pytest.mark.parametrize("is_cbor", [False, True])
-def test_tokens_that_are_no_plain_numbers_are_left_to_the_reference(token: object, is_cbor: bool) -> None:
-    assert core().hash_chain(b"parent", [1, token], 2, is_cbor) is None
-
-
-def test_sizes_that_the_chain_does_not_encode_are_left_to_the_reference() -> None:
-    native = core()
-    assert native.hash_chain(b"p" * 256, [1, 2], 2, False) is None
-    assert native.hash_chain(b"p", [1] * 8193, 8193, False) is None
-    largest = native.hash_chain(b"p", [1 << 30] * 8192, 8192, False)
-    assert largest == reference_chain(sha256, b"p", [1 << 30] * 8192, 8192)

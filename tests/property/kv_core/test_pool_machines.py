@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from random import Random
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -36,6 +38,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.blocks = [KVCacheBlock(i) for i in range(NUM_BLOCKS)]
         self.queue = FreeKVCacheBlockQueue(self.blocks)
         self.model = list(range(NUM_BLOCKS))
+        self.ages = [0] * NUM_BLOCKS
+        """When each came to the tail last; 0 before anybody wants to know."""
+        self.now = 0
 
     def _outside(self, data: st.DataObject) -> list[int]:
         outside = [i for i in range(NUM_BLOCKS) if i not in self.model]
@@ -58,6 +63,33 @@ class QueueMachine(RuleBasedStateMachine):
         self._hash(chosen, hashes)
         self.queue.append_n([self.blocks[i] for i in chosen])
         self.model += chosen
+        if self.now:
+            self._note_ages(chosen)
+
+    def _note_ages(self, came: list[int]) -> None:
+        for i in came:
+            self.now += 1
+            self.ages[i] = self.now
+
+    @rule()
+    def keep_ages(self) -> None:
+        self.queue.keep_ages(num_blocks=NUM_BLOCKS)
+        if not self.now:
+            self.now = 1
+            self._note_ages(self.model)
+
+    @rule(data=st.data(), hashes=st.lists(st.booleans(), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS))
+    def put_by_age(self, data: st.DataObject, hashes: list[bool]) -> None:
+        chosen = self._outside(data)
+        self._hash(chosen, hashes)
+        cached = [place for place, i in enumerate(self.model) if self.blocks[i].block_hash is not None]
+        place = cached[0] if cached else len(self.model)
+        self.queue.put_by_age([self.blocks[i] for i in chosen])
+        for i in chosen:
+            while place < len(self.model) and self.ages[self.model[place]] < self.ages[i]:
+                place += 1
+            self.model.insert(place, i)
+            place += 1
 
     @rule(data=st.data())
     def prepend(self, data: st.DataObject) -> None:
@@ -168,9 +200,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     held = Bundle("held")
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(in_order=st.booleans())
+    def start(self, in_order: bool) -> None:
         self.pool = BlockPool(NUM_BLOCKS, True, 4, enable_kv_cache_events=True)
+        self.ages = [0] * NUM_BLOCKS
+        if in_order:
+            self.pool.keep_order()
+            self.ages = list(range(NUM_BLOCKS))
+        self.in_order = in_order
         self.free = list(range(1, NUM_BLOCKS))
         self.refs = [0] * NUM_BLOCKS
         self.keys: list[list[BlockHashWithGroupId]] = [[] for _ in range(NUM_BLOCKS)]
@@ -186,10 +223,17 @@ class PoolMachine(RuleBasedStateMachine):
             if self.refs[block_id] == 0:
                 idle.append(block_id)
         if to_front:  # but behind the blocks that cost nothing to reuse
-            blank = next((i for i, b in enumerate(self.free) if self.keys[b]), len(self.free))
-            self.free[blank:blank] = idle
+            place = next((i for i, b in enumerate(self.free) if self.keys[b]), len(self.free))
+            for block_id in idle:
+                while place < len(self.free) and self.ages[self.free[place]] < self.ages[block_id]:
+                    place += 1
+                self.free.insert(place, block_id)
+                place += 1
             return
-        self.free += [b for b in idle if self.keys[b]]
+        for block_id in idle:
+            if self.keys[block_id]:
+                self.free.append(block_id)
+                self.ages[block_id] = max(self.ages) + self.in_order
         self.free[:0] = [b for b in idle if not self.keys[b]]
 
     @rule(target=held, count=st.integers(0, 4))
@@ -222,14 +266,14 @@ class PoolMachine(RuleBasedStateMachine):
         if lease is not None:
             block_ids = ids(lease.blocks)
             lease.release()
-            self._drop(block_ids[::-1], lease.to_front)
+            self._drop(block_ids if lease.to_front else block_ids[::-1], lease.to_front)
 
     @rule(lease=held, cut=st.integers(0, 4))
     def shorten(self, lease: Lease | None, cut: int) -> None:
         if lease is not None and lease.held and cut <= len(lease.blocks):
             block_ids = ids(lease.blocks)[cut:]
             lease.shorten(cut)
-            self._drop(block_ids[::-1], lease.to_front)
+            self._drop(block_ids if lease.to_front else block_ids[::-1], lease.to_front)
 
     @rule(target=held, lease=held, cut=st.integers(0, 4))
     def split(self, lease: Lease | None, cut: int) -> Lease | None:
@@ -302,6 +346,43 @@ class PoolMachine(RuleBasedStateMachine):
                 place = (key[-1], int.from_bytes(key[:-4], "big"))
                 expected[place] = expected.get(place, 0) + 1
         assert {place: n for place, n in self.events_residency.items() if n} == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.sets(st.integers(0, 11)), st.integers(0, 3)), max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_copied_gets_its_place_back(
+    count: int, lends: list[tuple[set[int], int]], rng: Random
+) -> None:
+    """Leases take any blocks of the queue and end in any order, while others are handed out or used."""
+    pool = BlockPool(count + 1, True, 4)
+    for block in pool.blocks[1:]:
+        pool._insert_block_hash(KEYS[0], block, 4)
+    pool.keep_order()
+    queue = pool.free_block_queue
+    order = list(range(1, count + 1))  # of all that are queued or lent
+    leases = []
+    for places, use in lends:
+        queued = queue.get_all_free_blocks()
+        leases.append(Lease(pool, [b for i, b in enumerate(queued) if i in places], "copy", to_front=True))
+        queued = queue.get_all_free_blocks()
+        if use == 1 and queued:
+            order.remove(pool.get_new_blocks(1)[0].block_id)  # never comes back
+        elif use == 2 and queued:
+            used = rng.choice(queued)
+            pool.touch([used])
+            pool.free_blocks([used])
+            order.remove(used.block_id)
+            order.append(used.block_id)
+        elif use == 3:
+            leases.pop(rng.randrange(len(leases))).release()
+    rng.shuffle(leases)
+    for lease in leases:
+        lease.release()
+    assert ids(queue.get_all_free_blocks()) == order
 
 
 TestQueue = QueueMachine.TestCase

@@ -43,6 +43,34 @@ def test_to_front_puts_cached_blocks_before_all_other_cached_ones(pool: BlockPoo
     assert free_ids(pool) == [1, 4, 3, 5, 2]
 
 
+def test_a_lease_in_order_is_evicted_from_its_first_block_on(pool: BlockPool) -> None:
+    lease = Lease.adopt(pool, pool.get_new_blocks(4), "slots", in_order=True)
+    lease.split(1).release()
+    assert free_ids(pool) == [1, 5]
+    for block in lease.blocks:
+        pool._insert_block_hash(b"%d\x00\x00\x00\x00" % block.block_id, block, 16)
+    lease.shorten(1)
+    assert free_ids(pool) == [1, 5, 3, 4]
+    lease.release()
+    assert free_ids(pool) == [1, 5, 3, 4, 2]
+
+
+def test_what_goes_back_to_the_front_stays_behind_what_is_older(pool: BlockPool) -> None:
+    for block in pool.blocks[1:]:
+        pool._insert_block_hash(b"%d\x00\x00\x00\x00" % block.block_id, block, 16)
+    pool.keep_order()
+    first = Lease(pool, [pool.blocks[1], pool.blocks[3]], "scan", to_front=True)
+    second = Lease(pool, [pool.blocks[2], pool.blocks[4]], "scan", to_front=True)
+    assert free_ids(pool) == [5]
+    second.release()
+    assert free_ids(pool) == [2, 4, 5]
+    first.release()
+    assert free_ids(pool) == [1, 2, 3, 4, 5]
+    Lease(pool, [pool.blocks[2]], "use").release()
+    Lease(pool, [pool.blocks[3], pool.blocks[2]], "scan", to_front=True).release()
+    assert free_ids(pool) == [1, 3, 4, 5, 2], "the use counts, not the scan"
+
+
 def test_a_lease_ends_exactly_once(pool: BlockPool) -> None:
     lease = Lease(pool, pool.blocks[1:2], "transfer 7")
     lease.release()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.core.block_hash import BlockHash, make_block_hash_with_group_id
 from vllm.v1.core.block_index import StoredBlockInfo
-from vllm.v1.core.block_ops import token_counts
+from vllm.v1.core.block_ops import pack_token_counts
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.simple_kv_offload.eviction import EvictionQueue, LruQueue
 from vllm.v1.simple_kv_offload.transfer import Contents, StagedKey
@@ -43,7 +43,7 @@ def test_whole_columns_read_like_rows() -> None:
     blocks = [KVCacheBlock(i) for i in range(3)]
     for block, tokens in zip(blocks, (4, None, 8), strict=True):
         block.block_hash_num_tokens = tokens
-    packed = Contents(list(KEYS), token_counts(blocks))
+    packed = Contents(list(KEYS), pack_token_counts(blocks))
     assert list(packed) == list(contents)
     assert list(packed[::-1]) == list(contents)[::-1]
     for columns in (packed, packed[::-1]):

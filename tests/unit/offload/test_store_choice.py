@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
 from vllm.v1.simple_kv_offload.arc import ArcQueue
 from vllm.v1.simple_kv_offload.metrics import MetricName
-from vllm.v1.simple_kv_offload.store_policy import find_endangered, select_endangered
+from vllm.v1.simple_kv_offload.store_policy import select_endangered
 
 
 def stored_by(rig: Rig, output: SchedulerOutput) -> list[int]:
@@ -87,18 +87,28 @@ def test_lazy_mode_copies_what_was_had_often_enough() -> None:
     rig.run()
 
 
-def test_choosing_what_is_endangered_leaves_the_order_as_it_was_found() -> None:
-    """Where in the queue a candidate was is asked afterwards, also when all of them are chosen."""
+def test_what_a_lazy_scan_passes_over_stays_in_front_of_younger_copies() -> None:
+    """The order of eviction is what it was when all copies have ended, whatever stood between the copied blocks."""
     rig = Rig(device_blocks=101, host_blocks=200, lazy=True)
     for seed in range(30):
         rig.generate(prompt(17, seed), max_tokens=2)
     rig.connector.reset_cache()
-    found = find_endangered(rig.manager.store_side.stores, 32)
-    blocks, keys = list(found.found), list(found.keys)
-    chosen = select_endangered(rig.manager.store_side.stores, found, 32)
-    assert [candidate.block for candidate in chosen.candidates] == blocks[::-1]
-    assert (found.found, found.keys) == (blocks, keys)
-    assert len(blocks) == found.num_lacking > 16
+    side = rig.manager.store_side
+    queue = side.stores.device.free_block_queue
+    before = queue.get_all_free_blocks()
+    cached = [block for block in before[:32] if block.block_hash is not None]
+    passed = cached[1::3]
+    for limit in (7, 32):
+        side.stores.unsettled.keys.update(block.block_hash for block in passed if block.block_hash)
+        found = side.find_endangered(32)
+        chosen = select_endangered(side.stores, found, limit)
+        assert chosen.candidates.blocks == [block for block in cached if block not in passed][:limit]
+        side.plan(chosen.candidates, None, to_front=True)
+        submitted = side.submit()
+        assert submitted is not None
+        assert queue.get_all_free_blocks() == [b for b in before if b not in chosen.candidates.blocks]
+        side.report({submitted[0]: 1}, ok=limit == 32)
+        assert queue.get_all_free_blocks() == before
 
 
 def request_with(rig: Rig, tokens: list[int]) -> Request:

@@ -83,7 +83,7 @@ def test_a_steps_stores_can_be_planned_by_hand() -> None:
     device_ids, slot_ids, owners = rig.manager.prepare_store_specs(SchedulerOutput.make_empty())
     pool = rig.scheduler.kv_cache_manager.block_pool
     hashes = [key[:-4] for i in device_ids if (key := pool.blocks[i].block_hash) is not None]
-    assert hashes == request.block_hashes[:3]
+    assert hashes == request.block_hashes[2::-1], "in the order of their eviction"
     assert len(set(slot_ids)) == 3
     assert owners == [], "what is near its end belongs to nobody"
 

@@ -28,38 +28,47 @@ class Lease:
                             └────► HANDED_OVER   hand_over()
 
     `split` and `shorten` part a held lease. Null blocks may be among the blocks; they are never counted.
-    `to_front`: the hold is no sign of use, so that blocks go back to the front of the queue even if they are cached.
-    `keep_place`: behind a block there that is to go first.
+    `in_order`: the blocks are in the order in which they are to be evicted, else the last one is to go first.
+    `to_front`: in that order, and the hold is no sign of use, so that blocks go back to the front of the queue even if
+    they are cached.
     `evicted`: ids of blocks whose hashes were dropped by id during the hold. Their content is not to be trusted, even
     if the block has a hash again: it may have been written anew.
     """
 
-    __slots__ = ("_blocks", "_place", "_pool", "_state", "evicted", "owner", "to_front")
+    __slots__ = ("_blocks", "_pool", "_state", "evicted", "in_order", "owner", "to_front")
 
     def __init__(
         self, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str, *, to_front: bool = False
     ) -> None:
         """Hold `blocks`: adds a reference to each."""
         pool.touch(blocks)
-        self._start(pool, blocks, owner, to_front)
+        self._start(pool, blocks, owner, to_front, to_front)
 
     @classmethod
     def adopt(
-        cls, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str, *, to_front: bool = False
+        cls,
+        pool: BlockPool,
+        blocks: Sequence[KVCacheBlock],
+        owner: str,
+        *,
+        to_front: bool = False,
+        in_order: bool = False,
     ) -> Lease:
         """Take over references that the caller holds, such as those of freshly allocated blocks."""
         lease = cls.__new__(cls)
-        lease._start(pool, blocks, owner, to_front)
+        lease._start(pool, blocks, owner, to_front, in_order or to_front)
         return lease
 
-    def _start(self, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str, to_front: bool) -> None:
+    def _start(
+        self, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str, to_front: bool, in_order: bool
+    ) -> None:
         self._pool = pool
         self._blocks = list(blocks)
         self._state = LeaseState.HELD
         self.evicted: frozenset[int] = frozenset()
         self.owner = owner
         self.to_front = to_front
-        self._place: tuple[KVCacheBlock | None, int] = (None, 0)
+        self.in_order = in_order
         pool.leases[id(self)] = self
 
     @property
@@ -81,17 +90,14 @@ class Lease:
         """The pool has dropped the hashes of these held blocks, which may be of this lease."""
         self.evicted |= block_ids.intersection(block.block_id for block in self._blocks)
 
-    def keep_place(self, behind: KVCacheBlock, num_ahead: int) -> None:
-        """The blocks stood behind this cached one, with so many cached ones ahead of them, it included."""
-        self._place = (behind, num_ahead)
-
     def split(self, num_blocks: int) -> Lease:
         """Part off the first `num_blocks` blocks as a lease of the same owner; the rest stays here."""
         self._require_held("split")
         self._require_within(num_blocks)
-        head = Lease.adopt(self._pool, self._blocks[:num_blocks], self.owner, to_front=self.to_front)
+        blocks = self._blocks[:num_blocks]
+        head = Lease.adopt(self._pool, blocks, self.owner, to_front=self.to_front, in_order=self.in_order)
         del self._blocks[:num_blocks]
-        head.evicted, head._place = self.evicted, self._place
+        head.evicted = self.evicted
         return head
 
     def shorten(self, num_blocks: int) -> None:
@@ -103,7 +109,10 @@ class Lease:
         self._drop(rest)
 
     def release(self) -> None:
-        """Drop the references. Blocks nobody holds then join the free queue so that the last one is evicted first."""
+        """Drop the references. Blocks nobody holds then join the free queue so that the last one is evicted first.
+
+        Or the first one: see `in_order`.
+        """
         self._drop(self._end(LeaseState.RELEASED))
 
     def hand_over(self) -> list[KVCacheBlock]:
@@ -118,9 +127,10 @@ class Lease:
         return blocks
 
     def _drop(self, blocks: list[KVCacheBlock]) -> None:
-        blocks.reverse()
+        if not self.in_order:
+            blocks.reverse()
         if self.to_front:
-            self._pool.free_blocks_to_front(blocks, *self._place)
+            self._pool.free_blocks_to_front(blocks)
         else:
             self._pool.free_blocks(blocks)
 

@@ -99,6 +99,7 @@ else:
     Tally = PythonTally if native_core is None else native_core.Tally
 
 Take = Callable[[int], list[KVCacheBlock] | None]
+"""The first blocks of a queue; None where they are to be taken one after the other."""
 Touch = Callable[[BlockOwner, FreeQueue, Iterable[KVCacheBlock]], list[KVCacheBlock] | None]
 
 
@@ -120,6 +121,17 @@ def forget_block(index: IndexEntries, key: BlockHashWithGroupId, block_id: int) 
     return block
 
 
+def require_free(queue: FreeQueue, count: int) -> None:
+    """ValueError unless the queue has so many blocks."""
+    free = queue.num_free_blocks
+    if not 0 <= count <= free:
+        raise ValueError(f"Cannot get {count} free blocks from the pool, {free} are free")
+
+
+def take_nothing(count: int) -> None:
+    """Somebody is told of each block that is taken: see `Take`."""
+
+
 def python_take(
     queue: FreeQueue,
     index: IndexEntries,
@@ -134,6 +146,7 @@ def python_take(
     """
     if further_keys:
         return None
+    require_free(queue, count)
     taken = queue.popleft_n(count)
     for block in taken:
         block.ref_cnt = 1
@@ -207,14 +220,17 @@ def operations_for(
     return native_core.bind_take(queue, index, tally, further_keys), native_core.touch
 
 
+Found = tuple[list[KVCacheBlock], list[BlockHashWithGroupId], int, KVCacheBlock | None]
+
+
 def python_find_cached(
     queue: FreeQueue,
-    depth: int,
     suffixes: Iterable[bytes],
     unwanted: Set[BlockHashWithGroupId],
     index: IndexEntries,
     coming: KeySet,
-) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], int, KVCacheBlock | None]:
+    depth: int,
+) -> Found:
     """Of the first `depth` blocks those whose hash ends with one of the suffixes and is not in `unwanted`.
 
     Returns them, their hashes, how many different ones of these are neither in the index nor `coming`, and the last block
@@ -263,33 +279,32 @@ def python_block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
 
 
 NO_TOKENS = 2**32 - 1
-"""Stands for None in `token_counts`."""
+"""Stands for None in `pack_token_counts`."""
 
 
-def python_token_counts(blocks: Iterable[KVCacheBlock]) -> memoryview[int]:
+def python_pack_token_counts(blocks: Iterable[KVCacheBlock]) -> bytes:
     """For each block how many tokens its hash covers, as 32-bit numbers: a column without an object per block."""
     counts = (block.block_hash_num_tokens for block in blocks)
-    return memoryview(array("I", [NO_TOKENS if count is None else count for count in counts]))
+    return array("I", [NO_TOKENS if count is None else count for count in counts]).tobytes()
 
 
 lacking = python_lacking if native_core is None else native_core.lacking
 block_ids = python_block_ids if native_core is None else native_core.block_ids
-token_counts = python_token_counts if native_core is None else native_core.token_counts
+pack_token_counts = python_pack_token_counts if native_core is None else native_core.pack_token_counts
 count_before = python_count_before if native_core is None else native_core.count_before
 
 
-def find_cached(
+def bind_find_cached(
     queue: FreeQueue,
-    depth: int,
     suffixes: Iterable[bytes],
     unwanted: Set[BlockHashWithGroupId],
     index: IndexEntries,
     coming: KeySet,
-) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], int, KVCacheBlock | None]:
-    """`python_find_cached`, by the native core where it knows the queue's links."""
+) -> Callable[[int], Found]:
+    """`python_find_cached` as a function of the depth, by the native core where it knows the queue's links."""
     if native_core is None or not isinstance(queue, FreeKVCacheBlockQueue):
-        return python_find_cached(queue, depth, suffixes, unwanted, index, coming)
-    return native_core.find_cached(queue, depth, suffixes, unwanted, index, coming)
+        return partial(python_find_cached, queue, suffixes, unwanted, index, coming)
+    return partial(native_core.find_cached, queue, suffixes, unwanted, index, coming)
 
 
 def touch_elsewhere(blocks: Sequence[KVCacheBlock]) -> None:

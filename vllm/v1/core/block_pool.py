@@ -7,7 +7,6 @@ must not know requests beyond what hashing reads of them, nor which group or kin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import ClassVar, Protocol
 
 from vllm.distributed.kv_event_types import MEDIUM_GPU, AnyKVCacheEvent, BlockStored
@@ -21,7 +20,14 @@ from vllm.v1.core.block_hash import (
 )
 from vllm.v1.core.block_hasher import HashableRequest
 from vllm.v1.core.block_index import BlockHashToBlockMap, BlockIndex, StoredBlockInfo
-from vllm.v1.core.block_ops import operations_for, release, release_elsewhere, touch_elsewhere
+from vllm.v1.core.block_ops import (
+    operations_for,
+    release,
+    release_elsewhere,
+    require_free,
+    take_nothing,
+    touch_elsewhere,
+)
 from vllm.v1.core.free_block_queue import FreeKVCacheBlockQueue, FreeQueue
 from vllm.v1.core.kv_cache_block import KVCacheBlock, make_blocks
 
@@ -51,10 +57,6 @@ class BlockHold(Protocol):
     def blocks(self) -> Sequence[KVCacheBlock]: ...
 
     def note_evicted(self, block_ids: frozenset[int]) -> None: ...
-
-
-BLANKS_PASSED = 1024
-"""Empty blocks at the front of the queue that somebody walks over at most."""
 
 
 class BlockPlacer(Protocol):
@@ -118,7 +120,9 @@ class BlockPool:
         self._take, self._touch = operations_for(
             self.free_block_queue, index.map.entries, index.tally, index.secondary
         )
-        self._is_observed = enable_kv_cache_events or metrics_collector is not None
+        if enable_kv_cache_events or metrics_collector is not None:
+            self._take = take_nothing
+        self._put_in_order: Callable[[Sequence[KVCacheBlock]], None] = self.free_block_queue.put_back
         self._num_evicted = 0  # besides those that the index tallies
         self.placer: BlockPlacer | None = None
         """Places freed blocks once somebody asked for contents to be kept; the tail of the queue otherwise."""
@@ -182,19 +186,16 @@ class BlockPool:
 
         ValueError, and no change, if there are fewer. Cached content of the taken blocks is evicted.
         """
-        try:
-            taken = None if self._is_observed else self._take(num_blocks)
-            if taken is None:
-                taken = self._take_observed(num_blocks)
-        except ValueError:
-            free = self.free_block_queue.num_free_blocks
-            raise ValueError(f"Cannot get {num_blocks} free blocks from the pool, {free} are free") from None
+        taken = self._take(num_blocks)
+        if taken is None:
+            taken = self._take_observed(num_blocks)
         if self._on_reuse:
             self._report_reuse(taken)
         return taken
 
     def _take_observed(self, num_blocks: int) -> list[KVCacheBlock]:
         """As `take`, one block after the other: somebody is told of each, or blocks have further keys."""
+        require_free(self.free_block_queue, num_blocks)
         taken = self.free_block_queue.popleft_n(num_blocks)
         collector = self.metrics_collector
         for block in taken:
@@ -235,27 +236,24 @@ class BlockPool:
         if unhashed:
             self.free_block_queue.prepend_n(unhashed)
 
-    def free_blocks_to_front(
-        self, ordered_blocks: Iterable[KVCacheBlock], behind: KVCacheBlock | None = None, num_ahead: int = 0
-    ) -> None:
+    def keep_order(self) -> None:
+        """From now on `free_blocks_to_front` lets blocks stay behind those that came to the queue's tail before them."""
+        if isinstance(self.free_block_queue, FreeKVCacheBlockQueue):
+            self.free_block_queue.keep_ages(self.num_gpu_blocks)
+            self._put_in_order = self.free_block_queue.put_by_age
+
+    def free_blocks_to_front(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """As `free_blocks`, but blocks nobody holds any more go to the front of the queue, the first one frontmost.
 
-        Blocks that were in front without a hash stay there: reusing them costs nothing. So do the cached ones up to
-        `behind`, if it is still among the first `num_ahead` cached ones, the pool has no levels, and not many blocks
-        are empty: blocks never come to stand behind others that stood behind them.
+        Blocks that were in front without a hash stay there: reusing them costs nothing. So do older ones after
+        `keep_order`, while the pool has no levels.
         """
         idle: list[KVCacheBlock] = []
         self._release(ordered_blocks, idle, idle)
         if self.placer is not None:
-            idle = self.placer.place_protected(idle)
-        elif behind is not None and idle:
-            front = islice(self.free_block_queue.iter_blocks_after(None), num_ahead + BLANKS_PASSED)
-            ahead = list(islice((block for block in front if block.block_hash is not None), num_ahead))
-            count = next((i for i, block in enumerate(ahead, 1) if block is behind), 0)
-            for block in ahead[:count]:
-                self.free_block_queue.remove(block)
-            idle = ahead[:count] + idle
-        self.free_block_queue.put_back(idle)
+            self.free_block_queue.put_back(self.placer.place_protected(idle))
+        else:
+            self._put_in_order(idle)
 
     def unpin_blocks(self, blocks: Sequence[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Free the blocks, whose bytes stay readable until they are handed out: then `on_reuse(block)` is called.

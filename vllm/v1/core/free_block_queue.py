@@ -42,13 +42,22 @@ class PythonLinkedQueue:
     that nobody has to walk over them. Blocks behind it may have lost their hash while they were queued.
     """
 
-    __slots__ = ("fake_free_list_head", "fake_free_list_tail", "last_blank", "num_free_blocks")
+    __slots__ = (
+        "_ages",
+        "_next_age",
+        "fake_free_list_head",
+        "fake_free_list_tail",
+        "last_blank",
+        "num_free_blocks",
+    )
 
     def __init__(self, head: KVCacheBlock, tail: KVCacheBlock, blocks: Sequence[KVCacheBlock]) -> None:
         self.num_free_blocks = 0
         self.fake_free_list_head = head
         self.fake_free_list_tail = tail
         self.last_blank = head
+        self._ages: dict[int, int] | None = None  # by block id, of those that came to the tail
+        self._next_age = 1
         head.next_free_block = tail
         tail.prev_free_block = head
         self.prepend_n(blocks)
@@ -99,6 +108,8 @@ class PythonLinkedQueue:
         last = self.fake_free_list_tail.prev_free_block
         assert last is not None
         self.insert_n_after(last, blocks)
+        if self._ages is not None:
+            self._start_ages(blocks)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put `blocks` at the front, in order: the first of them is handed out next."""
@@ -115,11 +126,46 @@ class PythonLinkedQueue:
 
         Walks only over blocks that have joined them since the last time.
         """
+        self.insert_n_after(self._find_last_blank(), blocks)
+
+    def put_by_age(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """As `put_back`, but each behind what came to the tail before it, as far as that still is where it was.
+
+        So blocks that come back in the order in which they were queued get their old places. Nothing is known of the
+        ages of blocks before `keep_ages`.
+        """
+        ages = {} if self._ages is None else self._ages
+        tail, last = self.fake_free_list_tail, self._find_last_blank()
+        for block in blocks:
+            age, following = ages.get(block.block_id, 0), last.next_free_block
+            while following is not None and following is not tail and ages.get(following.block_id, 0) < age:
+                last, following = following, following.next_free_block
+            self.insert_n_after(last, (block,))
+            last = block
+
+    def keep_ages(self, num_blocks: int) -> None:
+        """Remember from now on in which order blocks came to the tail; those of now came in their order.
+
+        Ids of blocks are below `num_blocks`.
+        """
+        if num_blocks < 0:
+            raise ValueError(f"ages of {num_blocks} blocks")
+        if self._ages is None:
+            self._ages = {}
+            self._start_ages(self.get_all_free_blocks())
+
+    def _start_ages(self, blocks: Sequence[KVCacheBlock]) -> None:
+        assert self._ages is not None
+        for block in blocks:
+            self._ages[block.block_id] = self._next_age
+            self._next_age += 1
+
+    def _find_last_blank(self) -> KVCacheBlock:
         tail, following = self.fake_free_list_tail, self.last_blank.next_free_block
         while following is not None and following is not tail and following.block_hash is None:
             self.last_blank = following
             following = following.next_free_block
-        self.insert_n_after(self.last_blank, blocks)
+        return self.last_blank
 
     def look_again(self) -> None:
         """A queued block may have got a hash where it is: `put_back` walks from the front next time."""

@@ -25,7 +25,7 @@ from vllm.v1.simple_kv_offload.speed import SpeedCheck
 from vllm.v1.simple_kv_offload.store_policy import (
     Selection,
     Stores,
-    find_endangered,
+    bind_find_endangered,
     select_endangered,
 )
 from vllm.v1.simple_kv_offload.tier import Tier
@@ -181,6 +181,7 @@ class DiskChain:
         self._leaving = make_key_set()
         nothing = Unsettled(disk.group_ids, settings.hash_block_size)
         self._stores = Stores(host.pool, disk, self._leaving, nothing, settings.hash_block_size)
+        self._find_endangered = bind_find_endangered(self._stores)
         self._arriving: dict[int, tuple[Transfer, KVCacheBlock]] = {}
         self._waits: dict[str, _Wait] = {}
         self._failed_writes = 0
@@ -316,7 +317,7 @@ class DiskChain:
         half = max(1, (self.host.num_blocks - 1) // 2)
         pending = self.down.num_blocks
         depth = min(self._settings.depth, half, DEPTH_MAX)
-        endangered = find_endangered(self._stores, max(0, depth - pending))
+        endangered = self._find_endangered(max(0, depth - pending))
         limit = min(WRITES_PER_STEP, self.host.num_stageable // 2, half - pending)
         if limit > 0:
             copied = [(block, key) for block, key in endangered.blocks if self._stores.is_copied(key)]
@@ -366,7 +367,7 @@ class DiskChain:
         transfer = Transfer(
             owner,
             Lease(self.host.pool, [candidate.block for candidate in candidates], owner, to_front=to_front),
-            Lease.adopt(self.disk.pool, self.disk.stage_for(keys, backwards=to_front), owner),
+            Lease.adopt(self.disk.pool, self.disk.stage_for(keys), owner, in_order=to_front),
             keys,
         )
         self._leaving.update(staged.key for keys in transfer.keys for staged in keys)

@@ -52,7 +52,6 @@ from vllm.v1.simple_kv_offload.shared_pool import SlotTable
 from vllm.v1.simple_kv_offload.speed import speed_check
 from vllm.v1.simple_kv_offload.store_policy import (
     StoreRequestState,
-    find_endangered,
     keys_between,
     select_endangered,
 )
@@ -339,7 +338,7 @@ class SimpleCPUOffloadScheduler(TierResets):
         At most half of the free blocks at a time, so that the scheduler is not left without any.
         """
         side = self.store_side
-        endangered = find_endangered(side.stores, max(0, self.target_free - side.num_returning_blocks))
+        endangered = side.find_endangered(max(0, self.target_free - side.num_returning_blocks))
         self.lazy_cursor_id = None if endangered.last is None else endangered.last.block_id
         side.count_unwanted(endangered)
         if not endangered.keys:
@@ -349,9 +348,7 @@ class SimpleCPUOffloadScheduler(TierResets):
             side.stores, endangered, half, side.max_new_blocks, side.copied_by_others()
         )
         side.declines.cut_plans += chosen.was_cut and chosen.is_bounded
-        if chosen.candidates:
-            first = endangered.found.index(chosen.candidates.blocks[-1])
-            side.plan(chosen.candidates, None, to_front=True, ahead=endangered.found[:first])
+        side.plan(chosen.candidates, None, to_front=True)
 
     @in_turn
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -324,12 +324,10 @@ class SharedPool(BlockPool):
             [block for block in idle if block.block_hash is None],
         )
 
-    def free_blocks_to_front(
-        self, ordered_blocks: Iterable[KVCacheBlock], behind: KVCacheBlock | None = None, num_ahead: int = 0
-    ) -> None:
+    def free_blocks_to_front(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         blocks = list(ordered_blocks)
         self._require_turn()
-        super().free_blocks_to_front(blocks, behind, num_ahead)
+        super().free_blocks_to_front(blocks)
         self._stamp((), self._note_release(blocks))
 
     def _note_release(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:

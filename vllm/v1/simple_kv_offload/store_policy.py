@@ -20,7 +20,7 @@ from vllm.v1.core.block_hash import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.core.block_index import StoredBlockInfo, describe_tokens
-from vllm.v1.core.block_ops import KeySet, find_cached, token_counts
+from vllm.v1.core.block_ops import KeySet, bind_find_cached, pack_token_counts
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.request import Request
@@ -166,15 +166,16 @@ class Selection:
     ) -> None:
         """Choose all at once: these blocks, which have one key each, no two the same, in order as far as there is room.
 
-        Room also ends at a slot that holds a key of ``spared``. Nothing is added after that. The candidates are in backward
-        order; the lists stay as they are, for whoever asks where in the queue a candidate was.
+        Room also ends at a slot that holds a key of ``spared``. Nothing is added after that. The lists belong to the
+        selection.
         """
         count = min(len(keys), self.room)
         if spared:
             count = self._tier.queue.num_takeable(keys if count == len(keys) else keys[:count], spared)
-        self.was_cut |= count < len(keys)
-        blocks, keys = blocks[:count][::-1], keys[:count][::-1]
-        self.candidates = Candidates(blocks, Contents(keys, token_counts(blocks)))  # type: ignore[arg-type]
+        if count < len(keys):
+            self.was_cut = True
+            del blocks[count:], keys[count:]
+        self.candidates = Candidates(blocks, Contents(keys, pack_token_counts(blocks)))  # type: ignore[arg-type]
         self.room = 0
 
 
@@ -415,11 +416,12 @@ class Endangered(NamedTuple):
         return list(zip(self.found, self.keys, strict=True))
 
 
-def find_endangered(stores: Stores, depth: int) -> Endangered:
-    """Look at the next ``depth`` blocks of the device's free list."""
+def bind_find_endangered(stores: Stores) -> Callable[[int], Endangered]:
+    """A function that looks at so many of the next blocks of the device's free list."""
     queue, index = stores.device.free_block_queue, stores.tier.pool.cached_block_hash_to_block.entries
-    suffixes = stores.tier.key_suffixes
-    return Endangered(*find_cached(queue, depth, suffixes, stores.unsettled.keys, index, stores.in_flight))
+    suffixes, unsettled = stores.tier.key_suffixes, stores.unsettled.keys
+    find_cached = bind_find_cached(queue, suffixes, unsettled, index, stores.in_flight)
+    return lambda depth: Endangered(*find_cached(depth))
 
 
 def select_endangered(
@@ -431,10 +433,9 @@ def select_endangered(
 ) -> Selection:
     """The lazy policy: endangered blocks without a copy that are worth one, oldest first, at most ``limit``.
 
-    The candidates are in backward order, the last one chosen first: a lease gives its blocks back last first, and the
-    oldest must end up frontmost again. A copy never takes the slot of another endangered block, ``out_of_sight`` or
-    not: two of them would evict each other for ever. Their slots therefore become the youngest of the tier. Nor does a
-    copy that is made again take the slot of what another engine has stored: two engines would do so by turns.
+    A copy never takes the slot of another endangered block, ``out_of_sight`` or not: two of them would evict each other
+    for ever. Their slots therefore become the youngest of the tier. Nor does a copy that is made again take the slot of
+    what another engine has stored: two engines would do so by turns.
     """
     lacks_all = endangered.num_lacking == len(endangered.keys) and stores.tier.shared is None
     if lacks_all and not (out_of_sight or stores.reuse.is_on or stores.has_further_keys):
@@ -473,5 +474,4 @@ def select_endangered(
         if key in again and stores.tier.is_of_others(chosen.next_victim()):
             continue
         stores.choose(chosen, block, None)
-    chosen.candidates = chosen.candidates[::-1]
     return chosen

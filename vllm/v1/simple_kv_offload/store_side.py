@@ -13,7 +13,6 @@ from vllm.v1.core.block_hash import BlockHashWithGroupId, get_block_hash
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_ops import make_key_set
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import DEFAULT_MAX_TRACKER_SIZE, ReuseFilter
@@ -26,6 +25,7 @@ from vllm.v1.simple_kv_offload.store_policy import (
     Selection,
     StoreRequestState,
     Stores,
+    bind_find_endangered,
     confirmed_tokens,
     keys_between,
     num_full_blocks,
@@ -75,6 +75,9 @@ class StoreSide:
             settings.prompt_only,
             ReuseFilter(settings.store_threshold, settings.max_tracker_size),
         )
+        self.find_endangered = bind_find_endangered(self.stores)
+        if not settings.is_eager:
+            device.keep_order()
         self.states: dict[str, StoreRequestState] = {}
         self.requests: dict[str, Request] = {}
         self.planned: list[Transfer] = []
@@ -272,28 +275,17 @@ class StoreSide:
         limit = self._settings.max_pending_blocks
         return None if limit is None else max(0, limit - self.ledger.in_flight)
 
-    def plan(
-        self,
-        candidates: Candidates,
-        request_id: str | None,
-        *,
-        to_front: bool = False,
-        ahead: Sequence[KVCacheBlock] = (),
-    ) -> None:
+    def plan(self, candidates: Candidates, request_id: str | None, *, to_front: bool = False) -> None:
         """Lease the device blocks and stage a slot for each; the order leaves with the next `submit`.
 
-        ``ahead``: the cached blocks of the queue that are handed out before these.
+        ``to_front``: as they stand in the queue, and go back to it.
         """
         if not candidates:
             return
         owner = f"store of {request_id}" if request_id is not None else "lazy store"
         device = Lease(self.stores.device, candidates.blocks, owner, to_front=to_front)
-        if ahead:
-            device.keep_place(ahead[-1], len(ahead))
         keys = candidates.contents
-        # What goes back to the front is given last first.
-        staged = self._tier.stage_for(keys, backwards=to_front)
-        slots = Lease.adopt(self._tier.pool, staged, owner)
+        slots = Lease.adopt(self._tier.pool, self._tier.stage_for(keys), owner, in_order=to_front)
         self.planned.append(Transfer(owner, device, slots, keys, request_id=request_id))
         self.in_flight.update(keys.all_keys())
         self.ledger.scheduled += len(candidates)

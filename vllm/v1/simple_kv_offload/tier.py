@@ -61,6 +61,9 @@ HasTierT = TypeVar("HasTierT", bound=HasTier)
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NO_TURN = nullcontext()
+"""Where nobody else acts on a tier."""
+
 
 def in_turn(
     method: Callable[Concatenate[HasTierT, P], R],
@@ -69,6 +72,8 @@ def in_turn(
 
     @wraps(method)
     def turn(self: HasTierT, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.tier.turn is NO_TURN:
+            return method(self, *args, **kwargs)
         with self.tier.turn:
             return method(self, *args, **kwargs)
 
@@ -106,7 +111,7 @@ class Tier:
         assert isinstance(queue, EvictionQueue)
         self.queue: EvictionQueue = queue
         """The free slots in the order of the eviction policy."""
-        self.turn: AbstractContextManager[object] = self.shared or nullcontext()
+        self.turn: AbstractContextManager[object] = self.shared or NO_TURN
         """What is found, held, staged or given up must be so within a turn, in which no other engine acts."""
         self.geometry = geometry
         self.coordinator = self.make_coordinator(self.pool)
@@ -233,16 +238,12 @@ class Tier:
         self.pool.touch(slots)
         self.pool.free_blocks(slots)
 
-    def stage_for(
-        self, contents: Sequence[tuple[StagedKey, ...]], *, backwards: bool = False
-    ) -> list[KVCacheBlock]:
-        """A slot for each of these contents; ``backwards``: they were chosen from the last one to the first."""
+    def stage_for(self, contents: Sequence[tuple[StagedKey, ...]]) -> list[KVCacheBlock]:
+        """A slot for each of these contents."""
         keys = Contents.of(contents).primary_keys
         if self.queue.hears_incoming:
-            self.queue.incoming(keys[::-1] if backwards else keys)
+            self.queue.incoming(keys)
         slots = self._take(len(keys))
-        if backwards:
-            slots.reverse()
         if self.shared is not None:
             for slot, content in zip(slots, contents, strict=True):
                 self.shared.announce(slot, tuple((staged.key, staged.num_tokens) for staged in content))

@@ -60,11 +60,14 @@ class Contents(Sequence[tuple[StagedKey, ...]]):
     def __init__(
         self,
         primary: list[BlockHashWithGroupId | None] | None = None,
-        tokens: list[int | None] | memoryview[int] | None = None,
+        tokens: list[int | None] | bytes | None = None,
     ) -> None:
-        """Blocks with one key each and the tokens it covers, None or `NO_TOKENS` if unknown. The columns are kept."""
+        """Blocks with one key each and the tokens it covers, None or `NO_TOKENS` if unknown, as in `pack_token_counts`.
+
+        The columns are kept.
+        """
         self._primary = [] if primary is None else primary
-        self._tokens: list[int | None] | memoryview[int] = [] if tokens is None else tokens
+        self._tokens: list[int | None] | bytes = [] if tokens is None else tokens
         # Position → the keys, where that is not one without a description. No other primary key is None.
         self._described: dict[int, tuple[StagedKey, ...]] = {}
 
@@ -89,10 +92,14 @@ class Contents(Sequence[tuple[StagedKey, ...]]):
         self._append(key, num_tokens)
 
     def _append(self, key: BlockHashWithGroupId | None, num_tokens: int | None) -> None:
-        if isinstance(self._tokens, memoryview):
-            self._tokens = list(self._tokens)
         self._primary.append(key)
-        self._tokens.append(num_tokens)
+        self._unpacked().append(num_tokens)
+
+    def _unpacked(self) -> list[int | None]:
+        """The column of tokens, one object each: nobody asks for it before the copy has ended."""
+        if isinstance(self._tokens, bytes):
+            self._tokens = list(memoryview(self._tokens).cast("I"))
+        return self._tokens
 
     @property
     def primary_keys(self) -> Sequence[BlockHashWithGroupId | None]:
@@ -123,7 +130,7 @@ class Contents(Sequence[tuple[StagedKey, ...]]):
 
     def __getitem__(self, index: int | slice) -> tuple[StagedKey, ...] | Contents:
         if isinstance(index, slice):
-            part = Contents(self._primary[index], self._tokens[index])
+            part = Contents(self._primary[index], self._unpacked()[index])
             if self._described:
                 positions = enumerate(range(len(self))[index])
                 part._described = {i: self._described[p] for i, p in positions if p in self._described}
@@ -132,7 +139,7 @@ class Contents(Sequence[tuple[StagedKey, ...]]):
         key = self._primary[position]
         if key is None or position in self._described:
             return self._described[position]
-        num_tokens = self._tokens[position]
+        num_tokens = self._unpacked()[position]
         return (StagedKey(key, None if num_tokens == NO_TOKENS else num_tokens, None),)
 
 
