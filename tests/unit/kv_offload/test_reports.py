@@ -79,6 +79,22 @@ def test_events_are_the_managers(describes: bool) -> None:
     assert [event.block_hashes for event in gone] == [event.block_hashes for event in mine]
 
 
+@pytest.mark.parametrize("is_stored_again", [False, True])
+def test_a_manager_that_tells_late_what_a_reset_removed_is_not_heard_twice(is_stored_again: bool) -> None:
+    tracker = OffloadingEventsTracker({}, self_describing=False)
+    key = b"k" * 32 + bytes(4)
+    came, went = (OffloadingEvent([key], "SHELF", removed) for removed in (False, True))
+    tracker.convert([came])
+    tracker.clear()
+    told = [type(event) for event in tracker.convert([])]
+    assert told == [BlockRemoved]
+    late = tracker.convert([went] if not is_stored_again else [came, went])
+    assert [type(event) for event in late] == ([BlockStored, BlockRemoved] if is_stored_again else [])
+    assert [type(event) for event in tracker.convert([went])] == [BlockRemoved], (
+        "what is new is told as it is"
+    )
+
+
 def test_sleep_and_shutdown_with_jobs_open() -> None:
     script = new_script()
     rig = make()

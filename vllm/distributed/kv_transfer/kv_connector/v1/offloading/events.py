@@ -18,6 +18,9 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
+VOID_TOLD_MAX = 65_536
+"""Contents of which is remembered that a reset's word of their end was enough."""
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEventGroupSpec:
@@ -48,6 +51,8 @@ class OffloadingEventsTracker:
         self._told: dict[tuple[OffloadKey, str], BlockStored] = {}
         # Told before a reset: if the manager does not say that it went, this does.
         self._void: dict[tuple[OffloadKey, str], BlockStored] = {}
+        # That it went was told by this: a manager that says so later is not heard a second time.
+        self._void_told: dict[tuple[OffloadKey, str], None] = {}
 
     def describe(self, key: OffloadKey, info: StoredBlockInfo | None) -> None:
         """Content that is being stored under this key stands for these tokens."""
@@ -71,12 +76,25 @@ class OffloadingEventsTracker:
             return converted
         for event in events:
             for key in event.keys:
-                converted.append(self._removed(key, event) if event.removed else self._stored(key, event))
-        void, self._void = self._void, {}
-        for (key, medium), told in void.items():
-            event = OffloadingEvent([key], medium, True, told.locality, told.ownership)
-            converted.append(self._removed(key, event))
+                if not event.removed:
+                    converted.append(self._stored(key, event))
+                elif (key, event.medium) in self._void_told:
+                    del self._void_told[key, event.medium]
+                else:
+                    converted.append(self._removed(key, event))
+        if self._void:
+            converted += self._end_void()
         return converted
+
+    def _end_void(self) -> list[KVCacheEvent]:
+        void, self._void = self._void, {}
+        self._void_told |= dict.fromkeys(void)
+        for place in list(self._void_told)[:-VOID_TOLD_MAX]:
+            del self._void_told[place]
+        return [
+            self._removed(key, OffloadingEvent([key], medium, True, told.locality, told.ownership))
+            for (key, medium), told in void.items()
+        ]
 
     def present(self) -> list[BlockStored]:
         """All that was told as stored and not as removed since."""
@@ -109,6 +127,7 @@ class OffloadingEventsTracker:
         )
         self._told[key, event.medium] = told
         self._void.pop((key, event.medium), None)
+        self._void_told.pop((key, event.medium), None)
         return told
 
     def _removed(self, key: OffloadKey, event: OffloadingEvent) -> BlockRemoved:
