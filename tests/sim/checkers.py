@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from tests.sim.device import Page
 from tests.sim.events import Consumer, Residency
 from tests.sim.failure import SimFailure, require
+from tests.sim.outside import ShelfManager, ToldPool
 from tests.sim.retention import check_retention
 from tests.sim.run import Run
 from vllm.distributed.kv_event_types import BlockStored
@@ -38,7 +39,7 @@ class PoolView:
     """What the checks of one pool share, gathered once per action."""
 
     name: str
-    pool: BlockPool
+    pool: BlockPool | ToldPool
     free: list[int]
     entries: list[Entry]
 
@@ -69,7 +70,7 @@ def check_all(run: Run) -> None:
     check_staged(run)
     check_loads(run)
     check_promises(run)
-    check_events(run, [device, *lower])
+    check_events(run, [device, *(lower if run.shelf is None else [told_outside(run.shelf)])])
     check_tier_contents(run, lower)
     check_bounds(run)
 
@@ -290,6 +291,12 @@ def _shared_view(run: Run, pool: BlockPool) -> PoolView:
     return view("host", run.observer())
 
 
+def told_outside(shelf: ShelfManager) -> PoolView:
+    """What events must have told of a manager from outside."""
+    pool, entries = shelf.told_pool()
+    return PoolView("shelf", pool, [], entries)
+
+
 def _difference(left: dict[Residency, int], right: dict[Residency, int]) -> dict[str, int]:
     more = Counter(left) - Counter(right)
     return {f"{medium}/{group}/{str(h)[-6:]}": count for (medium, group, h), count in more.items()}
@@ -301,6 +308,8 @@ def check_tier_contents(run: Run, views: Sequence[PoolView]) -> None:
         seen = run.seen_entries.get(name)
         if name == "host" and run.params.shared:
             view = _shared_view(run, view.pool)
+        if run.shelf is not None:
+            view = replace(view, entries=run.shelf.entries())
         if seen == view.entries:
             continue
         for block_id, key in sorted(set(view.entries).difference(seen or ())):
@@ -341,6 +350,8 @@ def check_bounds(run: Run) -> None:
     lost = [r for r, request in scheduler.requests.items() if r not in queued and not request.is_finished()]
     if lost:
         raise SimFailure("I8", f"requests in no queue: {sorted(lost)}")
+    if run.shelf is not None and run.shelf.books.errors:
+        raise SimFailure("I2", f"the manager from outside complains: {run.shelf.books.errors}")
     for offload in run.offloads:
         transfers = [t for t in offload.store_side.table.transfers if not t.ended]
         staged = sum(len(t) for t in transfers if t.state is not TransferState.PLANNED)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tests.sim.checkers import check_all, check_page, check_snapshot, view
+from tests.sim.checkers import check_all, check_page, check_snapshot, told_outside, view
 from tests.sim.failure import require
+from tests.sim.params import Outside
 from tests.sim.restart import check_kept
 from tests.sim.run import Run
 from vllm.v1.core.block_hash import make_block_hash_with_group_id
@@ -18,8 +19,9 @@ def check_rest(run: Run) -> None:
         run.world.clock.advance(10.0)
         run.look_at_shared_pool()
     check_all(run)
-    pools = [("device", run.device_pool), *((name, pool) for name, pool, _ in run.lower_pools())]
-    check_snapshot(run, [view(name, pool) for name, pool in pools])
+    below = [view(name, pool) for name, pool, _ in run.lower_pools()]
+    told = below if run.shelf is None else [told_outside(run.shelf)]
+    check_snapshot(run, [view("device", run.device_pool), *told])
     check_nothing_left(run)
     check_device_contents(run)
     check_answers(run)
@@ -86,9 +88,24 @@ def check_everything_stored(run: Run) -> None:
     """I11: with room below and no fault, every confirmed full block of full attention has been stored."""
     if run.store_excuse is not None:
         return
+    if run.params.outside is not None:
+        _check_shelf(run, run.params.outside)
+        return
     for index, offload in enumerate(run.offloads):
         if not offload.lazy_offload and index not in run.full_tiers:
             _check_stored(run, offload, has_policies=index == 0)
+
+
+def _check_shelf(run: Run, outside: Outside) -> None:
+    assert run.shelf is not None
+    if outside.prompt_only or run.shelf.books.has_gaps or 0 in run.full_tiers:
+        return
+    for key in sorted(run.must_be_stored):
+        require(
+            key in run.shelf.ready,
+            "I11",
+            f"a confirmed block of group {key[-1]} was never offered to the manager, which had room",
+        )
 
 
 def _check_stored(run: Run, offload: SimpleCPUOffloadScheduler, *, has_policies: bool) -> None:

@@ -93,7 +93,7 @@ class CopyWorker:
         meta = step.output.kv_connector_metadata
         if not isinstance(meta, SimpleCPUOffloadMetadata):
             return
-        for rank, lanes in enumerate(self.lanes):
+        for rank in range(len(self.lanes)):
             if step.fails and rng.random() < 0.5:
                 continue
             self._notice_lost(rank, meta)
@@ -105,12 +105,7 @@ class CopyWorker:
                 if step.fails:  # nothing was computed that could be stored
                     self._lost[rank].failed_store_events[meta.store_event] = 1
                     continue
-                pairs = store_pairs(lanes.host, meta)
-                if len(pairs) < len(meta.store_cpu_blocks):
-                    self.marks.hit("replicas take turns")
-                if self.params.disk:
-                    self.kept[rank].check_absent(rank, pairs)
-                lanes.submit(self._job(meta.store_event, True, pairs, [], rng))
+                self._order_store(rank, meta, rng)
         if meta.load_event != INVALID_JOB_ID and not step.load_sent:
             self._load_order.append(meta.load_event)
 
@@ -137,6 +132,15 @@ class CopyWorker:
             return
         requests = list(zip(ids, counts, strict=True))
         self.lanes[rank].submit(self._job(meta.load_event, False, pairs, requests, rng))
+
+    def _order_store(self, rank: int, meta: SimpleCPUOffloadMetadata, rng: random.Random) -> None:
+        lanes = self.lanes[rank]
+        pairs = store_pairs(lanes.host, meta)
+        if len(pairs) < len(meta.store_cpu_blocks):
+            self.marks.hit("replicas take turns")
+        if self.params.disk:
+            self.kept[rank].check_absent(rank, pairs)
+        lanes.submit(self._job(meta.store_event, True, pairs, [], rng))
 
     def _order_moves(
         self, rank: int, meta: SimpleCPUOffloadMetadata, never_started: bool, rng: random.Random

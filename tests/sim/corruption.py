@@ -18,6 +18,8 @@ def pages_below(run: RunViews, request: Request) -> list[Place]:
     run.look_at_shared_pool()
     groups = range(len(run.worker.groups))
     keys = {make_block_hash_with_group_id(h, group) for h in request.block_hashes for group in groups}
+    if run.shelf is not None:
+        return [("host", place, key) for place, key in run.shelf.entries() if key in keys]
     return [
         (name, block.block_id, key)
         for name, pool, _ in run.lower_pools()
@@ -32,9 +34,12 @@ def spoil(run: RunViews, places: Iterable[Place]) -> None:
     tiers = {name: (pool, memories) for name, pool, memories in run.lower_pools()}
     for name, block_id, key in places:
         pool, memories = tiers[name]
-        kept = pool.cached_block_hash_to_block.contain(key, block_id)
+        # A manager from outside keeps it, and says so if it is asked to load it.
+        kept = run.shelf is None and pool.cached_block_hash_to_block.contain(key, block_id)
         require(not kept, "I6", f"{name} block {block_id} stays findable after NaN logits of its request")
         for memory in memories:
             page = memory.page_of(block_id, get_group_id(key))
             page.spoil()
             page.tainted = True
+        if run.shelf is not None and run.shelf.ready.get(key) == block_id:
+            run.worker.marks.hit("manager keeps what was withdrawn")

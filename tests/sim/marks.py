@@ -114,6 +114,21 @@ MARKS = frozenset(
         "scratch preempted with a copy in flight",
         "step with a load failed",
         "hand-off of a request that is gone",
+        "store with a manager from outside",
+        "load from a manager from outside",
+        "request stored as a whole",
+        "answer put off",
+        "waits for a manager in vain",
+        "manager takes a part",
+        "manager answers out of order",
+        "manager refuses a store",
+        "manager evicts",
+        "manager loses content",
+        "manager fails",
+        "manager keeps what was withdrawn",
+        "job refused",
+        "reset with jobs of a manager under way",
+        "reset of a manager failed",
     }
 )
 

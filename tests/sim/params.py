@@ -42,6 +42,19 @@ class Byte:
 
 
 @dataclass(frozen=True)
+class Outside:
+    """How a manager from outside behaves, whose places are the `host_blocks`."""
+
+    is_whole: bool
+    """It wants requests as a whole."""
+    tells_resets: bool
+    """Its events say what a reset removed."""
+    prompt_only: bool
+    self_describing: bool
+    """Events carry tokens."""
+
+
+@dataclass(frozen=True)
 class SimParams:
     """One seed's world. Tokens, blocks and requests are counts."""
 
@@ -104,6 +117,8 @@ class SimParams:
     """Some tiers are emptied now and then while the others are left alone."""
     grammars: bool = False
     """Some requests have a grammar, for which they wait."""
+    outside: Outside | None = None
+    """What keeps the offloaded blocks comes from outside."""
 
     def tokens_per_block(self, spec: KVCacheSpec) -> int:
         """A block on all ranks together: where they split the context, each holds a block's worth."""

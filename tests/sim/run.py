@@ -16,7 +16,8 @@ from tests.sim.events import Consumer
 from tests.sim.failure import SimFailure, require
 from tests.sim.grammar import BAD, check_masks
 from tests.sim.marks import Marks
-from tests.sim.multi_worker import MultiWorker
+from tests.sim.outside import Surroundings
+from tests.sim.outside_worker import worker_class
 from tests.sim.params import SimParams
 from tests.sim.policies import PolicyMarks
 from tests.sim.promises import watch_promises
@@ -51,9 +52,9 @@ class Run(TierResetRun, SharedRun):
         self.truths: dict[str, Truth] = {}
         self._open: dict[str, Truth] = {}
         self.requests: dict[str, Request] = {}
-        worker = MultiWorker if params.second_host_blocks else SimWorker
-        self.start_engine(worker(params, self.marks, self.fault))
+        self.start_engine(worker_class(params)(params, self.marks, self.fault))
         self.registry = HashRegistry(self.world.hash_block_size)
+        self.registry.is_terse = params.outside is not None
         self.must_be_stored: set[bytes] = set()
         self.unkeyed: set[bytes] = set()
         """Content that lost its keys on the device while a block of it was held: no store can tell what is in it."""
@@ -75,6 +76,8 @@ class Run(TierResetRun, SharedRun):
         self.idle_steps = 0
         self._writes: dict[int, dict[str, dict[int, int]]] = {}
         self.asked: dict[str, int] = {}
+        if self.shelf is not None:
+            self.shelf.around = Surroundings(self.fault, self.streams.stream, self.marks, worker.hosts)
         if self.world.connector is not None:
             watch_promises(self, self.world.connector)
 
@@ -103,8 +106,8 @@ class Run(TierResetRun, SharedRun):
 
     def enabled(self) -> dict[str, int]:
         """Actions that make sense now, with their weights."""
-        waits_for_disk = self.chain is not None and self.chain.waiting
-        weights: dict[str, int] = {"tick": 30 if waits_for_disk else 4}
+        waits_below = self.put_off_since or (self.chain is not None and self.chain.waiting)
+        weights: dict[str, int] = {"tick": 30 if waits_below else 4}
         live, lanes = len(self.live()), self.worker.all_lanes
         if live < LIVE_REQUESTS_MAX:
             weights["arrive"] = 80 if live < 3 else 30
@@ -126,7 +129,7 @@ class Run(TierResetRun, SharedRun):
         if "poison" in self.params.faults:
             weights["poison"] = 20
         if "reset" not in self.params.actions_off:
-            weights["reset"] = 3
+            weights["reset"] = 12 if self.has_jobs_outside and "nan" not in self.params.faults else 3
         if self.params.empties_tiers:
             is_loading = any(offload.load_side.loads for offload in self.offloads)
             weights["empty"] = 24 if is_loading or self.moves() else 5
@@ -138,6 +141,8 @@ class Run(TierResetRun, SharedRun):
             weights["kill"] = kill_weight(self)
         if "pause" not in self.params.actions_off:
             weights["pause"] = 5 if self.scheduler.pause_state is PauseState.UNPAUSED else 40
+        if self.shelf is not None and self.shelf.ready:
+            weights["drop"] = 5
         return weights | ({"other": 100} if self.params.shared else {})
 
     def act(self, name: str, place: int, *, is_enabled: bool = False) -> None:
@@ -145,6 +150,8 @@ class Run(TierResetRun, SharedRun):
         if not is_enabled and name not in self.enabled():
             return
         rng = self.streams.stream(f"{place}/{name}")
+        if self.shelf is not None:
+            self.shelf.begin(f"{place}/{name}")
         try:
             getattr(self, f"_do_{name}")(rng)
         except SimFailure:
@@ -297,7 +304,8 @@ class Run(TierResetRun, SharedRun):
     def _count_idle(self, busy: bool) -> None:
         """I10: steps without tokens although requests wait and nothing is under way that could free them."""
         paused = self.scheduler.pause_state is not PauseState.UNPAUSED
-        is_under_way = self.steps or self.worker.copying() or self.world.grammars.pending
+        waits = self.world.grammars.pending or self.put_off_since
+        is_under_way = self.steps or self.worker.copying() or waits
         if busy or paused or is_under_way or not self.live():
             self.idle_steps = 0
             return
@@ -474,6 +482,10 @@ class Run(TierResetRun, SharedRun):
         self.scheduler.reset_prefix_cache()
         for truth in self.live():  # what lost its hash while it was computed is not stored
             truth.cooled = True
+
+    def _do_drop(self, rng: random.Random) -> None:
+        assert self.shelf is not None
+        self.shelf.drop_some(rng)
 
     def _do_kill(self, rng: random.Random) -> None:
         kill(self, rng)

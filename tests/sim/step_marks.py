@@ -6,6 +6,7 @@ from tests.sim.marks import Marks
 from tests.sim.policies import PolicyMarks
 from tests.sim.retention import mark_retention
 from tests.sim.views import RunViews
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import WAIT_MAX_S
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
@@ -76,6 +77,7 @@ class StepMarks(RunViews):
         if offload.tier.evictions:
             self.marks.hit("host eviction")
         self._mark_chain()
+        self._mark_outside()
         self.policy_marks.look(offload)
         if len(self.offloads) > 1:
             self._mark_second(self.offloads[1])
@@ -115,6 +117,11 @@ class StepMarks(RunViews):
             self.marks.hit("disk eviction")
         if chain.writes_off:
             self.marks.hit("disk written to no more")
+
+    def _mark_outside(self) -> None:
+        now = self.world.clock.monotonic()
+        if any(now - since >= WAIT_MAX_S for since in self.put_off_since):
+            self.marks.hit("waits for a manager in vain")
 
     def _mark_second(self, second: SimpleCPUOffloadScheduler) -> None:
         if len(second.store_side.table):

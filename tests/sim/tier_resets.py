@@ -54,12 +54,13 @@ class TierResetRun(Killable, StepMarks):
     def _entries(pool: BlockPool) -> list[tuple[int, object]]:
         return [(block.block_id, key) for block in pool.blocks for key, _ in pool.get_keys(block)]
 
-    @staticmethod
-    def _spoil(pool: BlockPool, memories: list[Memory]) -> None:
-        for block in pool.blocks:
-            if block.block_hash is not None:
-                for memory in memories:
-                    memory.page(block.block_id).poison()
+    def _spoil(self, pool: BlockPool, memories: list[Memory]) -> None:
+        places = [block.block_id for block in pool.blocks if block.block_hash is not None]
+        if self.shelf is not None:  # that pool has names only
+            places = [place for place, _ in self.shelf.entries()]
+        for place in places:
+            for memory in memories:
+                memory.page(place).poison()
 
     def _mark(self, wanted: Collection[CacheHitSource]) -> None:
         self.marks.hit("some tiers emptied")

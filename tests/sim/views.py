@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from tests.sim.device import Memory
+from tests.sim.outside import ShelfManager
+from tests.sim.outside_worker import OutsideWorker
 from tests.sim.worker import SimWorker
 from tests.sim.world import World
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.simple_kv_offload.disk_kept import KeptIndex
@@ -34,6 +37,24 @@ class RunViews:
     def offload(self) -> SimpleCPUOffloadScheduler | None:
         """The first offload manager, if there is one."""
         return self.world.offloads[0] if self.world.offloads else None
+
+    @property
+    def shelf(self) -> ShelfManager | None:
+        """The manager from outside, where there is one. The pool of its tier has names only."""
+        return self.world.shelf
+
+    @property
+    def put_off_since(self) -> list[float]:
+        """When requests that wait for an answer of the manager from outside were put off first."""
+        if not isinstance(self.offload, OffloadingConnectorScheduler):
+            return []
+        states = self.offload._requests.values()
+        return [state.put_off_since for state in states if state.put_off_since is not None]
+
+    @property
+    def has_jobs_outside(self) -> bool:
+        """Whether a manager from outside has stores under way."""
+        return self.shelf is not None and bool(self.shelf.storing)
 
     @property
     def host_pool(self) -> BlockPool | None:
@@ -96,7 +117,21 @@ class RunViews:
         tables = {}
         for index, offload in enumerate(self.offloads):
             tables |= {f"{name} of connector {index}": t for name, t in self._tables_of(offload).items()}
+        if isinstance(self.offload, OffloadingConnectorScheduler):
+            tables |= self._outside_tables(self.offload)
         return tables
+
+    def _outside_tables(self, half: OffloadingConnectorScheduler) -> dict[str, object]:
+        assert self.shelf is not None
+        assert isinstance(self.worker, OutsideWorker)
+        names = ("_requests", "_ended", "_whole", "_refused", "_open_stores", "_open_loads")
+        return {
+            **{name: vars(half)[name] for name in names},
+            "flushes": half._is_flushing or half._flushed_stores or half._flushed_loads,
+            "taken": half.plugin_tier.taken,
+            **self.worker.tables(),
+            **self.shelf.tables(),
+        }
 
     def _tables_of(self, offload: SimpleCPUOffloadScheduler) -> dict[str, object]:
         stores, loads, chain = offload.store_side, offload.load_side, offload.chain

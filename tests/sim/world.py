@@ -12,7 +12,8 @@ from tests.sim.clock import SimClock
 from tests.sim.events import CapturingPublisher
 from tests.sim.grammar import Grammars
 from tests.sim.other_engine import SharedMemory
-from tests.sim.params import SimParams
+from tests.sim.outside import ShelfManager
+from tests.sim.params import Outside, SimParams
 from tests.sim.rank_memory import count_shards
 from vllm.config import (
     CacheConfig,
@@ -28,6 +29,7 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
 from vllm.v1.core.kv_cache_sizes import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
@@ -62,6 +64,8 @@ class World:
     hash_block_size: int
     grammars: Grammars
     shared: SharedMemory | None = None
+    shelf: ShelfManager | None = None
+    """The manager from outside."""
 
     def close(self) -> None:
         """Let go of what lies outside this process."""
@@ -73,6 +77,7 @@ class World:
 def _model_config(params: SimParams) -> SimpleNamespace:
     """What the core reads of a model; no file is touched."""
     return SimpleNamespace(
+        model="sim",
         max_model_len=params.max_model_len,
         original_max_model_len=params.max_model_len,
         is_hybrid=False,
@@ -101,6 +106,8 @@ STATS_EVERY = 4
 def _transfer_config(params: SimParams) -> KVTransferConfig | None:
     if params.host_blocks == 0:
         return None
+    if params.outside is not None:
+        return _outside_config(params, params.outside)
     extra: dict[str, object] = {
         "cpu_bytes_to_use": 1 << 40,
         "num_cpu_blocks": params.host_blocks,
@@ -140,6 +147,24 @@ def _transfer_config(params: SimParams) -> KVTransferConfig | None:
     )
 
 
+def _outside_config(params: SimParams, outside: Outside) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        engine_id="sim",
+        kv_connector_extra_config={
+            "spec_name": "ShelfSpec",
+            "spec_module_path": "tests.sim.outside",
+            "offload_prompt_only": outside.prompt_only,
+            "self_describing_kv_events": outside.self_describing,
+            "shelf_places": params.host_blocks,
+            "shelf_is_whole": outside.is_whole,
+            "shelf_tells_resets": outside.tells_resets,
+        },
+        kv_load_failure_policy="recompute" if params.recompute_failed_loads else "fail",
+    )
+
+
 def _child(extra: dict[str, object]) -> dict[str, object]:
     return {
         "kv_connector": "SimpleCPUOffloadConnector",
@@ -157,6 +182,15 @@ def _first_options(config: KVTransferConfig) -> dict[str, object]:
 def _offloads(connector: KVConnectorBase_V1 | None) -> list[SimpleCPUOffloadScheduler]:
     children = connector.sub_connectors if isinstance(connector, MultiConnector) else [connector]
     return [child.scheduler_manager for child in children if child is not None]
+
+
+def _shelf(offloads: list[SimpleCPUOffloadScheduler]) -> ShelfManager | None:
+    for offload in offloads:
+        if isinstance(offload, OffloadingConnectorScheduler) and isinstance(
+            offload.manager.inner, ShelfManager
+        ):
+            return offload.manager.inner
+    return None
 
 
 def _drafter(params: SimParams) -> SpeculativeConfig | None:
@@ -268,4 +302,5 @@ def build_world(params: SimParams) -> World:
         hash_block_size=hash_size,
         grammars=grammars,
         shared=shared,
+        shelf=_shelf(offloads),
     )

@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 
 from tests.sim.grammar import draw_grammars
-from tests.sim.params import FAULT_ON, FAULT_SITES, Byte, SimParams, draw_specs, draw_window, fit
+from tests.sim.params import FAULT_ON, FAULT_SITES, Byte, Outside, SimParams, draw_specs, draw_window, fit
 from tests.sim.retention import draw_share
 from tests.sim.rng import Streams
 from vllm.v1.kv_cache_interface import (
@@ -79,7 +79,7 @@ def draw_params(seed: int) -> SimParams:
         _with_two_lazy(_with_second(_with_policies(_with_disk(fit(_with_scratch(params))))))
     )
     params = _with_split_context(_with_kept_disk(_with_lazy_sharers(_with_other_engine(params))))
-    params = _with_failing_loads(params)
+    params = _with_manager_from_outside(_with_failing_loads(params))
     return replace(params, grammars=draw_grammars(seed), empties_tiers=_empties(params))
 
 
@@ -118,6 +118,32 @@ def _with_failing_loads(params: SimParams) -> SimParams:
         reads_below=True,
         faults=frozenset(faults),
         actions_off=params.actions_off - {"abort", "cool"},
+    )
+
+
+def _with_manager_from_outside(params: SimParams) -> SimParams:
+    """An offloading spec of its own in half of the worlds without offload; drawn apart, so that the others stay."""
+    rng = Streams(params.seed).stream("outside")
+    has_content = params.prefix_caching and any(spec.prefix_cacheable for spec in params.specs)
+    if params.host_blocks or not has_content or rng.random() >= 0.5:
+        return params
+    sites = (("manager fails", 0.5), ("put off", 0.4), ("declines", 0.3), ("job refused", 0.3), ("nan", 0.75))
+    faults = params.faults | {site for site, share in sites if rng.random() < share}
+    return replace(
+        params,
+        host_blocks=rng.randint(24, 80) if rng.random() < 0.6 else rng.randint(4, 16),
+        lazy=False,
+        disk=False,
+        early_loads=False,  # jobs are known when their step begins
+        outside=Outside(
+            is_whole=rng.random() < 0.3,
+            tells_resets=rng.random() < 0.5,
+            prompt_only=rng.random() < 0.2,
+            self_describing=rng.random() < 0.5,
+        ),
+        faults=frozenset(faults) if rng.random() < 0.8 else frozenset(),
+        actions_off=params.actions_off - ({"cool", "reset"} if rng.random() < 0.6 else {"cool"}),
+        reads_below=rng.random() < 0.7,
     )
 
 
