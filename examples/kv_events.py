@@ -6,12 +6,16 @@ Run it against a server started with `--kv-events-config`: `python examples/kv_e
 from __future__ import annotations
 
 import argparse
+import hashlib
+import pickle
 import sys
 import threading
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import cbor2
 import msgspec
 import zmq
 
@@ -71,6 +75,35 @@ class CacheIndex:
         wanted = len(event["block_hashes"]) * event["block_size"]
         if len(event["token_ids"]) != wanted or not event["block_hashes"]:
             self.errors.append(f"{len(event['token_ids'])} token ids for {len(event['block_hashes'])} hashes")
+
+
+def prompt_hashes(token_ids: Sequence[int], facts: Mapping[str, Any]) -> list[int | bytes]:
+    """The hashes of a prompt's full units of `hash_block_size` tokens as events carry them, computed here.
+
+    `facts` is `block_hashes` of a source in `/kv_event_sources`. For prompts without salt, adapter and media, where
+    nothing is looked ahead. A block of several units has the hash of its last one.
+
+    Raises:
+        ValueError: the root is not told, or the algorithm is none of the two with SHA-256.
+    """
+    encoders = {"sha256": _pickled, "sha256_cbor": _canonical_cbor}
+    if facts["root"] is None or facts["algorithm"] not in encoders or facts["lookahead_tokens"]:
+        raise ValueError(f"hashes like these cannot be computed elsewhere: {facts}")
+    encode, size = encoders[facts["algorithm"]], facts["hash_block_size"]
+    parent, hashes = bytes.fromhex(facts["root"]), []
+    for end in range(size, len(token_ids) + 1, size):
+        parent = hashlib.sha256(encode((parent, tuple(token_ids[end - size : end]), None))).digest()
+        hashes.append(parent)
+    return [int.from_bytes(each[-8:], "big") if facts["form"] == "uint64" else each for each in hashes]
+
+
+def _pickled(value: object) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)  # 5, in every Python that serves
+
+
+def _canonical_cbor(value: object) -> bytes:
+    encoded: bytes = cbor2.dumps(value, canonical=True)
+    return encoded
 
 
 class Subscriber:

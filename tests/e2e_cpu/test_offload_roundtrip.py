@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from examples.kv_events import CacheIndex, Subscriber, rebuild, replay, snapshot
+from examples.kv_events import CacheIndex, Subscriber, prompt_hashes, rebuild, replay, snapshot
 from examples.offload_roundtrip import (
     LOGPROB_TOLERANCE,
     block_size,
@@ -68,6 +68,28 @@ def test_events_name_cacheable_groups_only_and_rebuild_the_cache(glm_server: Eve
 
     assert server.reset(external=True)
     _wait_until_empty(glm_server)
+
+
+def test_hashes_in_events_can_be_computed_from_what_the_server_says_of_them(
+    glm_server: EventedServer,
+) -> None:
+    server = glm_server.server
+    (source,) = server.request("GET", "/kv_event_sources").body.values()
+    assert source["endpoint"] == glm_server.publish
+    prompt = random_prompt(4 * block_size(server) + 5, seed=78)
+    computed = prompt_hashes(prompt, source["block_hashes"])
+    server.complete(prompt, 1)
+    server.wait_for_stores()
+    index = rebuild(replay(glm_server.replay))
+    for event in index.stored:
+        if _tokens_of(event) and prompt[: event["block_size"]] == event["token_ids"][: event["block_size"]]:
+            units = event["block_size"] // source["block_hashes"]["hash_block_size"]
+            count = len(event["block_hashes"])
+            assert event["block_hashes"] == computed[units - 1 :: units][:count], event
+    assert {computed[-1], computed[0]} & index.hashes("GPU"), (
+        "at least the last full block of some group is there"
+    )
+    assert index.hashes("CPU") & set(computed)
 
 
 def test_a_live_subscriber_sees_what_a_replay_returns(glm_server: EventedServer) -> None:

@@ -121,6 +121,6 @@ async def metrics() -> Response:
 
 @router.get("/kv_event_sources")
 async def kv_event_sources(raw_request: Request) -> dict[str, Any]:
-    """Where each engine publishes its KV events; empty if none does."""
+    """Where each engine publishes its KV events, and how the hashes in them are made; empty if none does."""
     sources: dict[str, Any] = await serving(raw_request).engine_client.get_kv_event_sources()
     return sources

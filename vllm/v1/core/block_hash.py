@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NewType, overload
+from typing import NewType, TypedDict, overload
 
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.utils.hashing import HashFn, sha256, sha256_cbor
+from vllm.utils.hashing import HashFn, get_hash_fn_by_name, sha256, sha256_cbor
 
 logger = init_logger(__name__)
 
@@ -114,6 +114,39 @@ def convert_block_hashes(block_hashes: Iterable[BlockHash]) -> list[ExternalBloc
     if not envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES:
         return list(block_hashes)
     return [int.from_bytes(block_hash, "big") & _EVENT_HASH_MASK for block_hash in block_hashes]
+
+
+class HashFacts(TypedDict):
+    """What a consumer of KV events needs to compute the hashes in them: see `describe_hashing`."""
+
+    algorithm: str
+    hash_block_size: int
+    lookahead_tokens: int
+    form: str
+    root_seed: str
+    root: str | None
+
+
+def describe_hashing(algorithm: str, hash_block_size: int, num_lookahead_tokens: int = 0) -> HashFacts:
+    """How block hashes are made, and what of them events carry, in plain values.
+
+    ``form``: "uint64", the last 8 bytes as a big-endian number, or "bytes". ``root_seed``: "constant", or
+    "PYTHONHASHSEED", of which the root of all chains is the hash, or "random". ``root``: that hash in hexadecimal digits,
+    unless it is random, or the algorithm is a fast one, whose collisions could be searched for with it.
+    """
+    hash_fn = get_hash_fn_by_name(algorithm)
+    is_safe = hash_fn in (sha256, sha256_cbor)
+    seed, root_seed = envs.PYTHONHASHSEED, "PYTHONHASHSEED"
+    if seed is None:
+        seed, root_seed = DEFAULT_NONE_HASH_SEED, "constant" if is_safe else "random"
+    return HashFacts(
+        algorithm=algorithm,
+        hash_block_size=hash_block_size,
+        lookahead_tokens=num_lookahead_tokens,
+        form="uint64" if envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES else "bytes",
+        root_seed=root_seed,
+        root=hash_fn(seed).hex() if is_safe else None,
+    )
 
 
 class BlockHashListWithBlockSize(Sequence[BlockHash]):

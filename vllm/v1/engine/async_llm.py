@@ -27,6 +27,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.tokenizer import tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.clock import MonotonicClock
+from vllm.v1.core.block_hash import describe_hashing
 from vllm.v1.engine.async_control import AsyncControl
 from vllm.v1.engine.async_core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -366,9 +367,17 @@ class AsyncLLM(AsyncControl):
         return False
 
     async def get_kv_event_sources(self) -> dict[str, dict[str, Any]]:
-        """Data-parallel rank (as text) → resolved KVEventsConfig; empty if no core publishes events."""
+        """Data-parallel rank (as text) → resolved KVEventsConfig, and how the hashes in its events are made
+        (`block_hashes`: `HashFacts`, None where nothing is hashed); empty if no core publishes events.
+        """
+        cache = self.vllm_config.cache_config
+        hashing = None
+        is_hashed = cache.enable_prefix_caching or self.vllm_config.kv_transfer_config is not None
+        if is_hashed and cache.hash_block_size is not None:
+            lookahead = self.vllm_config.num_hash_lookahead_tokens
+            hashing = describe_hashing(cache.prefix_caching_hash_algo, cache.hash_block_size, lookahead)
         return {
-            str(index): ready.kv_events_config
+            str(index): {**ready.kv_events_config, "block_hashes": hashing}
             for index, ready in enumerate(self.engine_core.readies)
             if ready.kv_events_config is not None
         }
