@@ -30,6 +30,7 @@ from vllm.v1.request import Request
         ([{"medium": "CPU"}], [("CPU", "LOCAL")]),
         ([{"medium": "storage"}], [("STORAGE", "LOCAL"), ("STORAGE", "REMOTE")]),
         ([{"locality": "LOCAL"}], [("CPU", "LOCAL"), ("STORAGE", "LOCAL")]),
+        ([{"medium": None, "locality": "LOCAL"}], [("CPU", "LOCAL"), ("STORAGE", "LOCAL")]),
         ([{"medium": "STORAGE", "locality": "REMOTE"}], [("STORAGE", "REMOTE")]),
         (
             [{"medium": "CPU"}, {"medium": "STORAGE"}],
@@ -59,6 +60,11 @@ def test_without_parameters_every_tier_is_allowed() -> None:
         ({"medium": "CPU"}, "must be a list of mappings"),
         (["CPU"], "must hold mappings with medium or locality, got 'CPU' in it"),
         ([{}], "must hold mappings with medium or locality, got {} in it"),
+        ([{"locality": None}], "must hold mappings with medium or locality, got {'locality': None} in it"),
+        (
+            [{"medium": None, "locality": None}],
+            "with medium or locality, got {'medium': None, 'locality': None}",
+        ),
         ([{"tier": "CPU"}], "unknown key 'tier'; there are medium and locality"),
         ([{"medium": "TAPE"}], "medium must be CPU or STORAGE, got 'TAPE'"),
         ([{"medium": 3}], "medium must be CPU or STORAGE, got 3"),

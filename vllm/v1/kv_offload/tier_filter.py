@@ -56,7 +56,7 @@ ALL = TierFilter()
 
 # What a client sends may be anything.
 def parse_tier_filter(params: Mapping[str, Any] | None) -> TierFilter:
-    """The filter in ``kv_transfer_params``: a list of mappings with ``medium``, ``locality`` or both.
+    """The filter in ``kv_transfer_params``: a list of mappings with ``medium``, ``locality`` or both; null = not given.
 
     ``ValueError`` naming field and value if it is anything else.
     """
@@ -70,13 +70,18 @@ def parse_tier_filter(params: Mapping[str, Any] | None) -> TierFilter:
 
 def _matcher(entry: Any) -> TierMatcher:
     if not isinstance(entry, Mapping) or not entry:
-        raise ValueError(
-            f"{TIER_FILTER_PARAM} must hold mappings with medium or locality, got {entry!r} in it"
-        )
+        raise _names_nothing(entry)
     unknown = sorted(str(key) for key in entry if key not in ("medium", "locality"))
     if unknown:
         raise ValueError(f"{TIER_FILTER_PARAM}: unknown key {unknown[0]!r}; there are medium and locality")
-    return TierMatcher(_one_of(Medium, entry, "medium"), _one_of(Locality, entry, "locality"))
+    matcher = TierMatcher(_one_of(Medium, entry, "medium"), _one_of(Locality, entry, "locality"))
+    if matcher == TierMatcher():  # of nulls alone: it would match everything
+        raise _names_nothing(entry)
+    return matcher
+
+
+def _names_nothing(entry: Any) -> ValueError:
+    return ValueError(f"{TIER_FILTER_PARAM} must hold mappings with medium or locality, got {entry!r} in it")
 
 
 _Choice = TypeVar("_Choice", Medium, Locality)
