@@ -235,6 +235,35 @@ def test_a_cut_load_keeps_its_good_part() -> None:
     assert driver.outputs["a"] == expected_output(prompt(14), 3)
 
 
+def test_a_cut_load_that_fails_as_a_whole_starts_again_in_other_blocks() -> None:
+    """Who says that it has failed may not be able to say that nothing of it writes any more."""
+    driver, connector, loads = machine()
+    scheduler = driver.scheduler
+    connector.remember(prompt(12))
+    loads.hold = True
+    driver.add("a", prompt(14), max_tokens=3)
+    driver.step()
+    blocks = scheduler.kv_cache_manager.get_block_ids("a")[0]
+    driver.schedule()
+    output, result = driver.in_flight.popleft()
+    result.kv_connector_output = KVConnectorOutput(invalid_block_ids={blocks[1]})
+    scheduler.update_from_output(output, result)
+    driver.schedule()
+    output, result = driver.in_flight.popleft()
+    result.kv_connector_output = KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"})
+    scheduler.update_from_output(output, result)
+    held = scheduler.kv_cache_manager.block_pool
+    held.touch([held.blocks[block] for block in blocks])
+    connector.store.clear()
+    loads.open.clear()
+    loads.hold = False
+    driver.step()
+    assert set(blocks).isdisjoint(scheduler.kv_cache_manager.get_block_ids("a")[0])
+    held.free_blocks([held.blocks[block] for block in blocks])
+    driver.run()
+    assert driver.outputs["a"] == expected_output(prompt(14), 3)
+
+
 def test_a_running_request_is_cut_in_place() -> None:
     driver, connector, loads = machine(load_async=False)
     connector.remember(prompt(12))

@@ -374,7 +374,10 @@ class OffloadingWorker(ABC):
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended since the last call. Each that was started is told once; blocks are held until then."""
+        """Jobs that have ended since the last call. Each that was started is told once; blocks are held until then.
+
+        One that is not told in time (``transfer_timeout_s``) counts as failed, and so does its copy when it is told later.
+        """
 
     @abstractmethod
     def wait(self, job_ids: Collection[int]) -> None:

@@ -88,6 +88,10 @@ class RemoteWaits:
         self.finished.add(request_id)
         if failed:
             self.failed.add(request_id)
+        if failed and request_id in self._cut:
+            # Its blocks may be written still, so that nothing can be computed in them.
+            self._cut.discard(request_id)
+            self.unwanted.add(request_id)
         return True
 
     def take(self, request_id: str, recompute_failures: bool) -> LoadEnd:

@@ -30,9 +30,11 @@ class CopyError(RuntimeError):
 
 
 class WaitEvent(Protocol):
-    """A point on the device that a copy has to wait for."""
+    """A point on the device that a copy has to wait for. ``query``: whether it has been passed."""
 
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
 
 
 class CompletionEvent(Protocol):

@@ -75,7 +75,12 @@ class OffloadingConnector(SimpleCPUOffloadConnector):
         if not has_outside_spec(self._kv_transfer_config.kv_connector_extra_config):
             return super()._make_worker_half(vllm_config, kv_cache_config, options)
         spec = OffloadingSpecFactory.create_spec(build_offloading_config(vllm_config, kv_cache_config))
-        return OffloadingConnectorWorker(spec=spec, vllm_config=vllm_config, kv_cache_config=kv_cache_config)
+        return OffloadingConnectorWorker(
+            spec=spec,
+            vllm_config=vllm_config,
+            kv_cache_config=kv_cache_config,
+            transfer_timeout_s=options.transfer_timeout_s,
+        )
 
     # The values come from the user's JSON, so anything may be in them.
     @classmethod

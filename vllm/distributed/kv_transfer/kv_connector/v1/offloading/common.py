@@ -82,7 +82,11 @@ class TransferStats:
 
 
 class OffloadingWorkerMetadata(SimpleCPUOffloadWorkerMetadata):
-    """How many ranks have ended each job since the last report, well or badly, and what the jobs took."""
+    """How many ranks have ended each job since the last report, well or badly, and what the jobs took.
+
+    ``given_up_*``: ranks whose worker did not tell the end of a job in time. It may still copy, until ``ended_late``, which
+    is part of ``completed_jobs`` too.
+    """
 
     def __init__(
         self,
@@ -96,20 +100,33 @@ class OffloadingWorkerMetadata(SimpleCPUOffloadWorkerMetadata):
             vars(self).update(vars(report))
         self.completed_jobs: dict[int, int] = dict(completed_jobs or {})
         self.transfer_stats = transfer_stats or TransferStats()
+        self.given_up_loads: dict[int, int] = {}
+        self.given_up_stores: dict[int, int] = {}
+        self.ended_late: dict[int, int] = {}
 
     def mark_completed(self, job_id: int) -> None:
         """This rank has ended the job."""
         self.completed_jobs[job_id] = self.completed_jobs.get(job_id, 0) + 1
+
+    def with_orders(self, report: SimpleCPUOffloadWorkerMetadata) -> OffloadingWorkerMetadata:
+        """The same jobs beside what the machinery reports, as a new record."""
+        both = OffloadingWorkerMetadata(self.completed_jobs, self.transfer_stats, report=report)
+        for own, added in zip(both._counts(), self._counts(), strict=True):
+            own.update(added)
+        return both
+
+    def _counts(self) -> tuple[dict[int, int], ...]:
+        return self.completed_jobs, self.given_up_loads, self.given_up_stores, self.ended_late
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadingWorkerMetadata:
         """The sum of both reports, as a new record."""
         if not isinstance(other, OffloadingWorkerMetadata):
             raise TypeError(f"cannot aggregate {type(other).__name__} into a report of offloading jobs")
         total = OffloadingWorkerMetadata(
-            self.completed_jobs,
-            self.transfer_stats.plus(other.transfer_stats),
-            report=super().aggregate(other),
+            None, self.transfer_stats.plus(other.transfer_stats), report=super().aggregate(other)
         )
-        for job_id, count in other.completed_jobs.items():
-            total.completed_jobs[job_id] = total.completed_jobs.get(job_id, 0) + count
+        for counts, mine, theirs in zip(total._counts(), self._counts(), other._counts(), strict=True):
+            counts.update(mine)
+            for job_id, count in theirs.items():
+                counts[job_id] = counts.get(job_id, 0) + count
         return total

@@ -5,7 +5,10 @@ Owns the translation. It must not know specs, nor decide anything. Layer L4.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventGroupSpec
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
 from vllm.v1.core.kv_cache_view import gpu_total_bytes
@@ -16,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
+from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -85,3 +89,48 @@ def build_offloading_config(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         ),
         kv_cache_layout=None if cache.kv_cache_layout is None else str(cache.kv_cache_layout),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOffloadConfig:
+    """One offloaded group: its id among all groups, tokens per block, and how it is told of in events."""
+
+    group_id: int
+    tokens_per_block: int
+    event_spec: OffloadingEventGroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOffloadConfig:
+    """What the scheduler half takes from the engine's configuration."""
+
+    groups: tuple[GroupOffloadConfig, ...]
+    scheduler_block_size: int
+    hash_block_size: int
+    num_slots: int
+    offload_prompt_only: bool
+    self_describing_kv_events: bool
+
+    @classmethod
+    def from_spec(
+        cls, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> SchedulerOffloadConfig:
+        """Read once; ``ValueError`` if no group can be offloaded."""
+        sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        tokens = {group.group_id: group.tokens_per_block for group in spec.config.groups}
+        groups = []
+        for group_id in get_offloading_group_ids(kv_cache_config):
+            layers = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
+            about = OffloadingEventGroupSpec(
+                get_kv_cache_spec_kind(layers).value, get_kv_cache_spec_sliding_window(layers)
+            )
+            groups.append(GroupOffloadConfig(group_id, tokens.get(group_id, layers.block_size), about))
+        extra = spec.config.extra_config
+        return cls(
+            tuple(groups),
+            *sizes,
+            # As many names as there can be blocks: of content that is found, promised or on its way.
+            num_slots=2 * kv_cache_config.num_blocks + 1,
+            offload_prompt_only=bool(extra.get("offload_prompt_only", True)),
+            self_describing_kv_events=bool(extra.get("self_describing_kv_events", False)),
+        )

@@ -33,6 +33,7 @@ OWN_KEYS = (
     "canonical_layout",
     "secondary_tiers",
 )
+OUTSIDE_KEYS = ("transfer_timeout_s",)
 KNOWN_KEYS = (*SHARED_KEYS, *OWN_KEYS)
 # Names of the interface whose feature does not exist here.
 REFUSED_KEYS = {"backpressure": "backpressure between tiers"}
@@ -73,7 +74,7 @@ def parse_outside_options(extra: Mapping[str, Any], world_size: int) -> OffloadO
         )
     prompt_only = _flag(extra, "offload_prompt_only", default=True)
     return replace(
-        parse_options({}, world_size),
+        parse_options({key: extra[key] for key in OUTSIDE_KEYS if key in extra}, world_size),
         # The memory is the spec's business: nothing of that is checked here.
         cpu_bytes=0,
         cpu_bytes_server_wide=0,

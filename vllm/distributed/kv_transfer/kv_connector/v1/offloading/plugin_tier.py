@@ -57,6 +57,8 @@ class MirrorPool(BlockPool):
         """Keys that are not asked for, and until when."""
         self.is_closed = False
         """Whether there were too many of them to be remembered."""
+        self.is_stuck = False
+        """Whether a load is not getting on: no other would."""
         self.now = 0.0
         self.is_put_off = False
         """Whether the manager put off an answer during the present question."""
@@ -127,7 +129,9 @@ class MirrorPool(BlockPool):
         if known is not None:
             return known
         answer = LookupResult.MISS
-        if not self.is_closed and (not self.banned or self.banned.get(key, 0.0) <= self.now):
+        if not (self.is_closed or self.is_stuck) and (
+            not self.banned or self.banned.get(key, 0.0) <= self.now
+        ):
             answer = self._manager.lookup(key, self._ctx)
         if answer is LookupResult.MISS:
             # Not those that are held: who loads from them was told otherwise, and may load from other tiers.

@@ -9,33 +9,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_event_types import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
     TransferJob,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-    OffloadingEventGroupSpec,
-    OffloadingEventsTracker,
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    GroupOffloadConfig,
+    SchedulerOffloadConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.given_up import GivenUpJobs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.guarded_manager import GuardedManager
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.plugin_tier import PluginTier
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.spec_metrics import SPEC_INFO, add_figures
 from vllm.logger import init_logger
 from vllm.utils.clock import Clock
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
-from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
 from vllm.v1.core.kv_cache_view import gpu_total_bytes
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -62,48 +61,12 @@ WAIT_MAX_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class GroupOffloadConfig:
-    """One offloaded group: its id among all groups, tokens per block, and how it is told of in events."""
+class _Prepared:
+    """What the manager has prepared for a job and has to be told the end of."""
 
-    group_id: int
-    tokens_per_block: int
-    event_spec: OffloadingEventGroupSpec
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOffloadConfig:
-    """What the scheduler half takes from the engine's configuration."""
-
-    groups: tuple[GroupOffloadConfig, ...]
-    scheduler_block_size: int
-    hash_block_size: int
-    num_slots: int
-    offload_prompt_only: bool
-    self_describing_kv_events: bool
-
-    @classmethod
-    def from_spec(
-        cls, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-    ) -> SchedulerOffloadConfig:
-        """Read once; ``ValueError`` if no group can be offloaded."""
-        sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-        tokens = {group.group_id: group.tokens_per_block for group in spec.config.groups}
-        groups = []
-        for group_id in get_offloading_group_ids(kv_cache_config):
-            layers = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
-            about = OffloadingEventGroupSpec(
-                get_kv_cache_spec_kind(layers).value, get_kv_cache_spec_sliding_window(layers)
-            )
-            groups.append(GroupOffloadConfig(group_id, tokens.get(group_id, layers.block_size), about))
-        extra = spec.config.extra_config
-        return cls(
-            tuple(groups),
-            *sizes,
-            # As many names as there can be blocks: of content that is found, promised or on its way.
-            num_slots=2 * kv_cache_config.num_blocks + 1,
-            offload_prompt_only=bool(extra.get("offload_prompt_only", True)),
-            self_describing_kv_events=bool(extra.get("self_describing_kv_events", False)),
-        )
+    job: int
+    ctx: ReqContext
+    keys: list[OffloadKey]
 
 
 @dataclass(slots=True)
@@ -158,14 +121,18 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         # Those that are stored as a whole.
         self._whole: dict[str, None] = {}
         self._next_job = 0
-        self._open_stores: dict[int, list[tuple[ReqContext, list[OffloadKey]]]] = {}
+        self._open_stores: dict[int, list[_Prepared]] = {}
         # Blocks of stores under way that the manager did not take: nobody copies them.
         self._refused: dict[int, list[tuple[Transfer, int]]] = {}
-        self._open_loads: dict[str, tuple[ReqContext, list[OffloadKey]]] = {}
+        self._open_loads: dict[str, _Prepared] = {}
+        self._load_jobs: dict[str, int] = {}
+        self.given_up = GivenUpJobs()
         # What was under way at a reset and is not over: store events and requests that load. The manager hears no more of it.
         self._flushed_stores: set[int] = set()
         self._flushed_loads: set[str] = set()
         self._is_flushing = False
+        # Jobs with lower numbers are from before the reset.
+        self._first_since_reset = 0
 
     def make_tier(
         self, kv_cache_config: KVCacheConfig, geometry: TierGeometry, shared_table: SlotTable | None
@@ -183,6 +150,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
     ) -> tuple[int | None, bool]:
         """As for every tier; ``None`` also while the manager puts off its answer, for `WAIT_MAX_S` at most."""
         state = self._follow(request)
+        self.plugin_tier.mirror.is_stuck = self.given_up.has_load
         with self.plugin_tier.mirror.asking(state.ctx, self.clock.monotonic()):
             found = super().get_num_new_matched_tokens(request, num_computed_tokens)
             if found[0] is None or not self.plugin_tier.mirror.is_put_off:
@@ -200,6 +168,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         """What the manager says to have; nothing is promised."""
         state = self._requests.get(request.request_id)
         ctx = _context(request) if state is None else state.ctx
+        self.plugin_tier.mirror.is_stuck = self.given_up.has_load
         with self.plugin_tier.mirror.asking(ctx, self.clock.monotonic()):
             return super().peek_matched_tokens(request, num_computed_tokens)
 
@@ -258,11 +227,12 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
                 if not slots:
                     continue  # it needs nothing of what it was promised
                 keys = [key for slot in slots if (key := self.tier.pool.blocks[slot].block_hash) is not None]
+                job = self._load_jobs[req_id] = self._new_job()
                 source = self._source(keys, len(slots), ctx)
                 if source is not None:
-                    self._open_loads[req_id] = (ctx, keys)
+                    self._open_loads[req_id] = _Prepared(job, ctx, keys)
                 target = self._device_spec(keys, metadata.load_gpu_blocks[part][: len(keys)], request)
-                metadata.load_jobs[self._new_job()] = TransferJob(req_id, source, target)
+                metadata.load_jobs[job] = TransferJob(req_id, source, target)
 
     def _source(self, keys: list[OffloadKey], num_wanted: int, ctx: ReqContext) -> LoadStoreSpec | None:
         if len(keys) < num_wanted:
@@ -283,9 +253,10 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
             job = self._store_job(transfer, ctx, None if state is None else state.request)
             self._give_up_rest(event, transfer, () if job is None else frozenset(job[1]))
             if job is not None:
-                metadata.store_jobs[self._new_job()] = job[0]
+                number = self._new_job()
+                metadata.store_jobs[number] = job[0]
                 self.plugin_tier.taken.update(job[1])
-                self._open_stores.setdefault(event, []).append((ctx, job[1]))
+                self._open_stores.setdefault(event, []).append(_Prepared(number, ctx, job[1]))
 
     def _give_up_rest(self, event: int, transfer: Transfer, taken: Collection[OffloadKey]) -> None:
         """Of a transfer the manager took these keys: its targets get no other."""
@@ -301,6 +272,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         self, transfer: Transfer, ctx: ReqContext, request: Request | None
     ) -> tuple[TransferJob, list[OffloadKey]] | None:
         """The job, and the keys that the manager took; None if it took none."""
+        if self.given_up.has_store:
+            return None  # it would not end either
         sources: dict[OffloadKey, int] = {}
         for block, key, row in zip(
             transfer.device_blocks, transfer.keys.primary_keys, transfer.keys, strict=True
@@ -364,14 +337,32 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The workers' report; what has ended is told to the manager."""
         self.plugin_tier.mirror.now = self.clock.monotonic()
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, OffloadingWorkerMetadata):
+            self.given_up.report(report)
+            self._hold_given_up(connector_output.finished_recving or ())
         super().update_connector_output(connector_output)
         self._complete()
+
+    def _hold_given_up(self, received: Iterable[str]) -> None:
+        """The loads of these requests end; what a job that was given up may still write stays out of use."""
+        for req_id in sorted(received):
+            job = self._load_jobs.get(req_id)
+            load = self.load_side.loads.get(req_id) or self.load_side.abandoned.get(req_id)
+            if job is not None and job in self.given_up and load is not None:
+                blocks = load.transfer.device_blocks
+                self.given_up.hold(
+                    job, Lease(self.store_side.stores.device, blocks, f"given up load of {req_id}")
+                )
 
     def _complete(self) -> None:
         ended = [event for event in self._open_stores if not self.store_side.table.is_open(event)]
         for event in ended:
-            for ctx, keys in self._open_stores.pop(event):
-                self._complete_store(ctx, keys)
+            for store in self._open_stores.pop(event):
+                if store.job in self.given_up:
+                    self.given_up.when_over(store.job, partial(self._complete_store, store, is_late=True))
+                else:
+                    self._complete_store(store)
         self.plugin_tier.stored.clear()
         for event in [event for event in self._refused if not self.store_side.table.is_open(event)]:
             for transfer, num_refused in self._refused.pop(event):
@@ -379,22 +370,30 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
                     self.store_side.ledger.done -= num_refused
                     self.store_side.ledger.dropped += num_refused
         for req_id in [req_id for req_id in self._open_loads if not self.load_side.owns(req_id)]:
-            ctx, keys = self._open_loads.pop(req_id)
-            self.manager.complete_load(keys, ctx)
+            read = self._open_loads.pop(req_id)
+            complete = partial(self.manager.complete_load, read.keys, read.ctx)
+            if read.job in self.given_up:
+                self.given_up.when_over(read.job, complete)
+            else:
+                complete()
+        for req_id in [req_id for req_id in self._load_jobs if not self.load_side.owns(req_id)]:
+            del self._load_jobs[req_id]
         if self._is_flushing:
             self._flushed_stores = set(filter(self.store_side.table.is_open, self._flushed_stores))
             self._flushed_loads = set(filter(self.load_side.owns, self._flushed_loads))
-            if not (self._flushed_stores or self._flushed_loads):
+            is_over = not self.given_up.has_before(self._first_since_reset)
+            if is_over and not (self._flushed_stores or self._flushed_loads):
                 self._is_flushing = False
                 self.manager.on_reset_flushed()
 
-    def _complete_store(self, ctx: ReqContext, keys: Collection[OffloadKey]) -> None:
-        stored = self.plugin_tier.stored
+    def _complete_store(self, store: _Prepared, *, is_late: bool = False) -> None:
+        # What is late has read its blocks when they were somebody else's already.
+        stored = () if is_late else self.plugin_tier.stored
         for ok in (True, False):
-            part = [key for key in keys if (key in stored) == ok]
+            part = [key for key in store.keys if (key in stored) == ok]
             if part:
-                self.manager.complete_store(part, ctx, success=ok)
-        self.plugin_tier.taken.difference_update(keys)
+                self.manager.complete_store(part, store.ctx, success=ok)
+        self.plugin_tier.taken.difference_update(store.keys)
 
     @in_turn
     def request_finished_all_groups(
@@ -417,6 +416,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         self._flushed_loads |= self._open_loads.keys()
         self._open_stores.clear()
         self._open_loads.clear()
+        self.given_up.forget_calls()
+        self._first_since_reset = self._next_job
         self.plugin_tier.taken.clear()
         self.manager.reset_cache()
         self._is_flushing = True
@@ -425,7 +426,8 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
             # Known again at once: else the next step would store what is full of them.
             if request_id in self.store_side.requests:
                 self.store_side.track(self.store_side.requests[request_id])
-        return done and not self.manager.resets_failed
+        is_idle = not (self.given_up.has_load or self.given_up.has_store)
+        return done and is_idle and not self.manager.resets_failed
 
     @in_turn
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -458,3 +460,11 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
 
 def _context(request: Request) -> ReqContext:
     return ReqContext(request.request_id, request.kv_transfer_params, request.kv_hints, request.load_tiers)
+
+
+__all__ = [
+    "GroupOffloadConfig",
+    "OffloadingConnectorScheduler",
+    "RequestOffloadState",
+    "SchedulerOffloadConfig",
+]
