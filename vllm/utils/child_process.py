@@ -13,17 +13,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, cast
+
+from vllm.utils.process_end import end_process
+from vllm.utils.registry import resolve_object
 
 PARENT_POLL_S = 1.0
+IMPORT_POLL_S = 0.1
 
 
 def start_python(
     module: str, message: bytes, variables: Mapping[str, str], pass_fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Run `python -m module` with `message` on its standard input; safe whatever threads this process has.
+    """Run `module.main()`, which returns the exit status, in a new process with `message` on its standard input.
 
-    `variables` come on top of this process's environment. SIGINT stays blocked until the child minds it: Ctrl-C reaches
-    the whole group, also a child that still imports.
+    Safe whatever threads this process has. `variables` come on top of this process's environment. SIGINT stays blocked
+    until the child minds it: Ctrl-C reaches the whole group, also a child that still imports.
     """
     environment = {
         # OpenMP workers that spin for long take the core from the front end and the copy threads: with
@@ -34,7 +39,7 @@ def start_python(
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         **variables,
     }
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-m", "vllm.utils.child_process", module, str(os.getpid())]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=tuple(pass_fds))
@@ -75,3 +80,22 @@ def watch_parent(parent_pid: int, pipe: int, on_end: Callable[[], None]) -> None
         on_end()
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _end_with_parent(parent_pid: int, imported: threading.Event) -> None:
+    while not imported.wait(IMPORT_POLL_S):
+        if os.getppid() != parent_pid:
+            os._exit(1)
+
+
+def main(module: str, parent_pid: int) -> NoReturn:
+    """The child: what it runs may take seconds to import, and nobody may be left meanwhile who wants it."""
+    imported = threading.Event()
+    threading.Thread(target=_end_with_parent, args=(parent_pid, imported), daemon=True).start()
+    run = cast(Callable[[], int], resolve_object(f"{module}:main"))
+    imported.set()
+    end_process(run())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -346,7 +346,8 @@ def test_a_core_whose_front_end_dies_before_it_answers_ends_too(tmp_path: Path) 
     config = engine_args().create_engine_config()
     start = CoreStart(config, None, False, 0, f"ipc://{tmp_path}/sockets/handshake", os.getpid())
     message = pickle.dumps(start)
-    command = [sys.executable, "-m", "vllm.v1.engine.core_main"]
+    entry = ["vllm.utils.child_process", "vllm.v1.engine.core_main", str(os.getpid())]
+    command = [sys.executable, "-m", *entry]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         try:
             assert child.stdin is not None

@@ -1,4 +1,4 @@
-"""Entry of an engine core process: `python -m vllm.v1.engine.core_main`, or `run_core` in a forked child.  Layer L7.
+"""Entry of an engine core process: `main` in a child of its own, or `run_core` in a forked one.  Layer L7.
 
 Owns the process around `EngineCoreProc`: handshake with the front end, signals, and the watch over the parent. Must not
 know requests. Whatever goes wrong before the core is ready is told to the front end as text.
@@ -24,7 +24,6 @@ from vllm.config import VllmConfig
 from vllm.config.error_text import error_text
 from vllm.logger import init_logger
 from vllm.utils.child_process import read_start_message, watch_parent
-from vllm.utils.process_end import end_process
 from vllm.v1.engine.core_io import LINGER_MS, CoreAddresses
 from vllm.v1.engine.core_proc import EngineCoreProc
 from vllm.v1.engine.core_ready import resolved_settings
@@ -165,7 +164,3 @@ def main() -> int:
     # The bytes come from the process that started this one, over a pipe that nobody else has.
     start: CoreStart = pickle.loads(read_start_message())
     return run_core(start, 0)
-
-
-if __name__ == "__main__":
-    end_process(main())

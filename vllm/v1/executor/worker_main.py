@@ -1,4 +1,4 @@
-"""Entry of a worker process: `python -m vllm.v1.executor.worker_main`.  Layer L7.
+"""Entry of a worker process.  Layer L7.
 
 Owns the process round one worker: its signals, the watch over the parent, calls in, replies out, the orderly end. Must
 not know what a call does or which engine makes it.
@@ -17,7 +17,6 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import destroy_distributed, get_tp_group
 from vllm.logger import init_logger
 from vllm.utils.child_process import read_start_message, watch_parent
-from vllm.utils.process_end import end_process
 from vllm.v1.executor.worker_channel import Channel, Method, answer, answer_call
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -103,7 +102,3 @@ def main() -> int:
     os.set_inheritable(start.channel, False)
     WorkerProcess(start).serve()
     return 0
-
-
-if __name__ == "__main__":
-    end_process(main())
