@@ -297,6 +297,11 @@ async def test_server_info_and_metrics(client):
     assert info["kv_cache_groups"][0]["kind"] == "full_attention"
     assert "vllm:prefix_cache_queries_total" in (await client.get("/metrics")).text
     assert (await client.get("/kv_event_sources")).json() == {}
+    asked = {"endpoint-load-metrics-format": "json"}
+    reply = await client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}, headers=asked)
+    load = json.loads(reply.headers["endpoint-load-metrics"].removeprefix("JSON "))["named_metrics"]
+    assert load.keys() == {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
+    assert load["num_requests_waiting"] == 0
     assert (await client.get("/health")).status_code == 200
 
 

@@ -39,6 +39,7 @@ from vllm.entrypoints.openai.errors import (
     validation_exception_handler,
 )
 from vllm.entrypoints.openai.kv_cache import routes as cache_routes
+from vllm.entrypoints.openai.load_report import LoadReportMiddleware
 from vllm.entrypoints.openai.middleware import (
     AuthMiddleware,
     HttpMetrics,
@@ -178,6 +179,7 @@ def _model_paths(model_config: Any) -> list[BaseModelPath]:
 
 def _add_middleware(app: FastAPI, args: argparse.Namespace, paths: Sequence[str]) -> None:
     """The layer that is added last is the outermost."""
+    app.add_middleware(LoadReportMiddleware)
     keys = [key for key in args.api_key or [envs.VLLM_API_KEY] if key]
     if keys:
         app.add_middleware(AuthMiddleware, keys=keys, root_path=args.root_path or "")

@@ -41,7 +41,8 @@ READ_ON_BYTES_MAX = 64 << 20
 READ_ON_SECONDS_MAX = 5.0
 
 
-def _header(scope: Scope, name: bytes) -> str | None:
+def header_of(scope: Scope, name: bytes) -> str | None:
+    """The first header of this name (lower case); None without one."""
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value).decode("latin-1")
@@ -73,7 +74,7 @@ class AuthMiddleware:
         return scope.get("method") == "OPTIONS" or path in OPEN_PATHS
 
     def _is_known(self, scope: Scope) -> bool:
-        scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
+        scheme, _, key = (header_of(scope, b"authorization") or "").partition(" ")
         if scheme.lower() != "bearer":
             return False
         digest = hashlib.sha256(key.strip().encode()).digest()
@@ -98,7 +99,7 @@ class LimitsMiddleware:
             await _reply((431, f"The request has more than {self.headers_max} headers"), scope, receive, send)
             return
         too_large = f"The request body is larger than {self.body_bytes_max} bytes"
-        stated = _header(scope, b"content-length")
+        stated = header_of(scope, b"content-length")
         if stated is not None and stated.isdigit() and int(stated) > self.body_bytes_max:
             await _reply((413, too_large), scope, receive, send)
             return
@@ -151,11 +152,11 @@ class UnreadBodyMiddleware:
 
 def _sends_unasked(scope: Scope) -> bool:
     """Whether a body comes that can be read to its end, from a client that does not wait to be asked for it."""
-    if _header(scope, b"expect") is not None:
+    if header_of(scope, b"expect") is not None:
         return False
-    stated = _header(scope, b"content-length")
+    stated = header_of(scope, b"content-length")
     if stated is None:
-        return _header(scope, b"transfer-encoding") is not None
+        return header_of(scope, b"transfer-encoding") is not None
     return stated.isdigit() and 0 < int(stated) <= READ_ON_BYTES_MAX
 
 
@@ -192,7 +193,7 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = _header(scope, b"x-request-id") or self.new_id()
+        request_id = header_of(scope, b"x-request-id") or self.new_id()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
