@@ -67,14 +67,16 @@ PyObject* weak_reference(PyObject* pool) {
   return weak;
 }
 
-// Blocks are mostly taken one at a time: what the next two times need is fetched meanwhile.
+// Blocks are mostly taken one at a time: what one of the next times needs is fetched meanwhile.
 void expect_next_takes(const Queue* queue, const Index* index) {
-  const Block* first = queue->head->next;
-  const Block* second = first == nullptr || first == queue->tail ? nullptr : first->next;
-  if (second == nullptr || second == queue->tail) return;
-  expect_place(index, first);
-  expect_text(second);
-  __builtin_prefetch(second->next);
+  constexpr int kPlaces = 3, kTexts = 6;  // takes from now
+  const Block* block = queue->head->next;
+  for (int i = 1; i <= kTexts && block != nullptr && block != queue->tail; ++i) {
+    if (i == kPlaces) expect_place(index, block);
+    if (i == kTexts) expect_text(block);
+    block = block->next;
+  }
+  __builtin_prefetch(block);
 }
 
 // What `bind_take` binds; strong references.

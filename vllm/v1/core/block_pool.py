@@ -186,7 +186,8 @@ class BlockPool:
 
         ValueError, and no change, if there are fewer. Cached content of the taken blocks is evicted.
         """
-        taken = self._take(num_blocks)
+        take = self._take  # no method: called in one go, Python looks for one first
+        taken = take(num_blocks)
         if taken is None:
             taken = self._take_observed(num_blocks)
         if self._on_reuse:
