@@ -11,6 +11,7 @@ from vllm.entrypoints.openai.bodies import (
     CONTAINERS_MAX,
     INLINE_BODY_MAX,
     body_bytes_default,
+    parse_body,
     parse_large_body,
 )
 from vllm.entrypoints.openai.field_types import CONVERTED_ITEMS_MAX, LOGIT_BIASES_MAX, XARGS_MAX
@@ -54,6 +55,11 @@ async def test_a_size_that_was_set_wins(tmp_path, monkeypatch):
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_key_that_is_there_twice_the_last_counts_however_large_the_body_is():
+    raw = b'{"model": "a", "prompt": "x", "logit_bias": {"1": 2, "1": 3}, "model": "b"}'
+    assert parse_body(raw) == parse_large_body(raw) == {"model": "b", "prompt": "x", "logit_bias": {"1": 3}}
 
 
 async def test_a_large_body_is_read_beside_the_event_loop(app, monkeypatch):
