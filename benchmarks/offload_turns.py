@@ -1,8 +1,9 @@
 """What offload costs one and the same engine: rounds with its connector attached and detached in turns.
 
 Of two processes one has the luckier memory, for all its life and by more than offload costs. Here both sides are one process,
-and a round has the same steps on both. What is left out is the front end's share: metrics of the offload, a few per step.
-`offload_throughput.py` runs this in a process of its own; by itself it writes its figures as JSON.
+and a round has the same steps on both. Rounds are short and come in the order of `paired.ORDER`. What is left out is the front
+end's share: metrics of the offload, a few per step. `offload_throughput.py` runs this in a process of its own; by itself it writes
+its figures as JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.paired import ORDER
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core import EngineCore
@@ -27,7 +30,16 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.messages import EngineCoreRequest
 
 WARM_UP_ROUNDS = 2
-"""Of each side, after those that fill the CPU pool."""
+"""After those that fill the CPU pool."""
+QUADS_MIN = 2
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of each step until the last answer, and processor seconds with the copies that end after it."""
+
+    steps: list[float]
+    cpu_s: float
 
 
 class Turns:
@@ -49,21 +61,22 @@ class Turns:
         state = self._attached if attached else (None, False, None)
         self._scheduler.connector, self._scheduler.defer_block_free, self._runner.connector = state
 
-    def run_round(self) -> tuple[float, float]:
-        """(seconds until the last answer, processor seconds with the copies that end after it) of a round."""
+    def run_round(self) -> Round:
+        """Requests that come at once, until the last answer."""
         requests = [self._request() for _ in range(self.options.requests)]
-        core = self.core
-        used, started = time.process_time(), time.perf_counter()
+        core, steps = self.core, []
+        used, began = time.process_time(), time.perf_counter()
         for request in requests:
             core.add_request(*core.preprocess_add_request(request))
         while self._scheduler.has_unfinished_requests() or core.batch_queue:
             core.tick()
             core.step_fn()
-        wall = time.perf_counter() - started
+            began, before = time.perf_counter(), began
+            steps.append(began - before)
         while core.has_work():
             core.step_fn()
             time.sleep(0.001)
-        return wall, time.process_time() - used
+        return Round(steps, time.process_time() - used)
 
     def _request(self) -> EngineCoreRequest:
         self._serial += 1
@@ -94,28 +107,28 @@ def _configuration(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of every round of both sides, and what a round stores."""
+    """All rounds in order, and what one with offload stores."""
     turns = Turns(options)
-    rounds: dict[str, list[tuple[float, float]]] = {"off": [], "eager": []}
-    with ExitStack() as stack, tqdm(total=2 * options.rounds, desc="in turns", unit="round") as bar:
+    rounds: list[Round] = []
+    with ExitStack() as stack, tqdm(total=options.quads, desc="in turns", unit="four rounds") as bar:
         stack.callback(turns.core.shutdown)
-        for _ in range(options.filling_rounds):
+        for _ in range(options.filling_rounds + WARM_UP_ROUNDS):
             turns.run_round()
-        before = (0, 0)
-        for number in range(WARM_UP_ROUNDS + options.rounds):
-            if number == WARM_UP_ROUNDS:
-                before = turns.stored()
-                rounds = {name: [] for name in rounds}
-            for name in ("off", "eager") if number % 2 else ("eager", "off"):
-                turns.attach(name == "eager")
-                rounds[name].append(turns.run_round())
-                bar.update(number >= WARM_UP_ROUNDS)
+        before = turns.stored()
+        end = time.monotonic() + options.seconds
+        while bar.n < options.quads and (bar.n < QUADS_MIN or time.monotonic() < end):
+            for side in ORDER:
+                turns.attach(side == "eager")
+                rounds.append(turns.run_round())
+            bar.update()
         turns.attach(True)
         after = turns.stored()
+    with_offload = len(rounds) * ORDER.count("eager") // len(ORDER)
     return {
-        "rounds": rounds,
-        "blocks_per_round": (after[0] - before[0]) / options.rounds,
-        "bytes_per_round": (after[1] - before[1]) / options.rounds,
+        "steps_s": [entry.steps for entry in rounds],
+        "cpu_s": [entry.cpu_s for entry in rounds],
+        "blocks_per_round": (after[0] - before[0]) / with_offload,
+        "bytes_per_round": (after[1] - before[1]) / with_offload,
     }
 
 
@@ -124,13 +137,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="file for the figures")
-    parser.add_argument("--rounds", type=int, default=40, help="of each side")
+    parser.add_argument("--quads", type=int, default=1000, help="groups of four rounds, two of each side")
+    parser.add_argument("--seconds", type=float, default=60.0, help="no group is begun after so long")
     parser.add_argument(
         "--filling-rounds", type=int, default=3, help="after which the CPU pool was written once"
     )
     parser.add_argument("--requests", type=int, default=8, help="of a round, all at once")
-    parser.add_argument("--prompt", type=int, default=144, help="tokens")
-    parser.add_argument("--output", type=int, default=16, help="tokens")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens")
+    parser.add_argument("--output", type=int, default=8, help="tokens")
     parser.add_argument("--pool-blocks", type=int, default=132, help="of either pool")
     parser.add_argument("--vocabulary", type=int, default=40000, help="token ids are below it")
     parser.add_argument("--max-model-len", type=int, default=8192, help="tokens")
