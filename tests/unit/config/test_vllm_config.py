@@ -149,7 +149,7 @@ def test_offloading_size_keeps_what_is_given_without_a_connector():
         )
 
 
-def test_cfg_06_an_offloading_size_of_nothing_is_refused():
+def test_an_offloading_size_of_nothing_is_refused():
     with pytest.raises(ValueError, match=r"kv_offloading_size=1e-12 \(GiB\) is less than a byte"):
         VllmConfig(cache_config=CacheConfig(kv_offloading_size=1e-12))
 

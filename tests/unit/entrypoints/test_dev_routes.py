@@ -50,7 +50,7 @@ async def test_a_reset_by_tier_names_each_of_them(app):
     ]
 
 
-async def test_cfg_06_a_reset_of_a_tier_that_is_not_there_is_a_bad_request_naming_it(app):
+async def test_a_reset_of_a_tier_that_is_not_there_is_a_bad_request_naming_it(app):
     told = "tiers names 'tape'; this engine has device, host"
     app.engine.answers["reset_prefix_cache_detailed"] = UtilityRefusedError(told)
     reply = await app.client.post("/reset_prefix_cache?tiers=tape")
