@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 from tests.helpers.faulty_executors import POISON, _holds
-from vllm.v1.simple_kv_offload.copy_backends.base import CopyJob
-from vllm.v1.simple_kv_offload.copy_backends.host_copy import HostCopier
 
 # A prompt that holds this sequence gets NaN on the last rank.
 NAN = [263] * 4
@@ -17,12 +14,6 @@ NAN = [263] * 4
 def pid_of(worker: Any) -> int:
     """The process of a rank."""
     return os.getpid()
-
-
-def kv_bytes(worker: Any) -> int:
-    """What a block takes on a rank."""
-    pages = worker.model_runner.pages
-    return sum(page.shape[1] for page in pages.raw.values())
 
 
 def plant(worker: Any) -> None:
@@ -42,14 +33,3 @@ def plant(worker: Any) -> None:
         return hidden
 
     model.forward = faulty
-
-
-def slow_copies(worker: Any, seconds: float) -> None:
-    """Every copy between device and host takes so long on this rank."""
-    plain = HostCopier.copy
-
-    def slow(copier: HostCopier, job: CopyJob) -> None:
-        time.sleep(seconds * worker.rank)
-        plain(copier, job)
-
-    HostCopier.copy = slow  # type: ignore[method-assign]
