@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import rank_pages
 from tests.helpers.engine_configs import offload_settings, prompt_of
-from tests.integration.engine.test_several_ranks import TOLERANCE, difference, run, settle, start
+from tests.integration.engine.test_several_ranks import GREEDY, TOLERANCE, difference, run, settle, start
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -55,6 +55,22 @@ def test_latents_are_equal_on_all_ranks_and_come_back_as_they_were(engine: LLMEn
     for _, stored, stored_rings in engine.collective_rpc(rank_pages.seen):
         assert stored > 0
         assert stored_rings == 0
+
+
+def test_an_answer_is_bitwise_the_same_beside_others(engine: LLMEngine) -> None:
+    """Each prompt is computed in one step, beside the prompts and the decoding of others."""
+    prompts = [prompt_of(length, length) for length in (60, 37, 20)]
+    assert engine.reset_prefix_cache(reset_connector=True)
+    alone = [run(engine, [prompt])[0] for prompt in prompts]
+    assert engine.reset_prefix_cache(reset_connector=True)
+    beside: dict[str, RequestOutput] = {}
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, GREEDY)
+        for output in engine.step():
+            assert not output.finished
+    while engine.has_unfinished_requests():
+        beside |= {o.request_id: o for o in engine.step() if isinstance(o, RequestOutput) and o.finished}
+    assert [difference(beside[str(i)], output) for i, output in enumerate(alone)] == [0.0] * 3
 
 
 def test_preempted_and_mixed_requests_get_the_answers_of_one_rank(engine: LLMEngine) -> None:

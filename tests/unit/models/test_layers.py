@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from vllm import _custom_ops as ops
-from vllm.model_executor.layers.activation import get_gated_activation
+from vllm.model_executor.layers.activation import by_rows, get_gated_activation
 from vllm.model_executor.layers.conv1d_state import conv_sequence, conv_step
 from vllm.model_executor.layers.delta_rule import DeltaInputs, chunk_delta_rule, delta_rule, l2_normalise
 from vllm.model_executor.layers.fused_moe import MoeShape, SharedExpertMoE, route_sigmoid_bias
@@ -185,6 +187,17 @@ def test_unknown_activations_are_refused() -> None:
         get_gated_activation("relu6")
     with pytest.raises(ValueError, match="only silu takes a limit"):
         get_gated_activation("gelu", limit=7.0)
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, F.softplus, F.silu])
+@pytest.mark.parametrize("shape", [(4,), (3, 16), (288,), (64, 128)])
+def test_a_row_is_the_same_wherever_it_lies(function: Any, shape: tuple[int, ...]) -> None:
+    rows = torch.randn(9, *shape, generator=torch.Generator().manual_seed(0))
+    together = by_rows(function, rows)
+    torch.testing.assert_close(together, function(rows))
+    for start in range(9):
+        for end in range(start + 1, 10):
+            assert torch.equal(by_rows(function, rows[start:end]), together[start:end])
 
 
 def test_stacked_linear_names_its_parts() -> None:

@@ -1,6 +1,6 @@
-"""Gated activations.
+"""Gated activations, and elementwise functions that do not depend on the batch.
 
-Owns: the table of activation names a checkpoint may use. Must not know: models. Layer L6.
+Owns: the table of activation names a checkpoint may use, `by_rows`. Must not know: models. Layer L6.
 """
 
 from __future__ import annotations
@@ -13,7 +13,23 @@ from torch.nn import functional as F
 
 from vllm import _custom_ops as ops
 
-__all__ = ["get_gated_activation"]
+__all__ = ["by_rows", "get_gated_activation"]
+
+# A multiple of the values that one step of torch's vectorised loops takes, on any processor.
+_LANES = 32
+
+
+def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The elementwise `function` of `x [T, …]`, such that a row's result is the same whatever other rows there are.
+
+    torch takes whole vectors of a tensor by one formula and what is left at its end by another, which rounds
+    differently: rows are filled up to whole vectors.
+    """
+    flat = x.flatten(1)
+    missing = -flat.shape[1] % _LANES
+    if not missing:
+        return function(x)
+    return function(F.pad(flat, (0, missing)))[:, : flat.shape[1]].reshape(x.shape)
 
 
 def _gelu_and_mul(gate_up: Tensor, approximate: str) -> Tensor:

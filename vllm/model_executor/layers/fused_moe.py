@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.model_executor.layers.activation import get_gated_activation
+from vllm.model_executor.layers.activation import by_rows, get_gated_activation
 from vllm.model_executor.layers.linear import WeightHolder, frozen
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.sharding import Shard, Slot
@@ -52,7 +52,7 @@ def route_sigmoid_bias(logits: Tensor, bias: Tensor, shape: MoeShape) -> tuple[T
 
     The bias takes part in the choice only. With groups, first the groups with the best two members are kept.
     """
-    scores = torch.sigmoid(logits)
+    scores = by_rows(torch.sigmoid, logits)
     choice = scores + bias
     if shape.num_groups > 1:
         grouped = choice.unflatten(-1, (shape.num_groups, -1))
@@ -90,7 +90,8 @@ class SharedExpertMoE(WeightHolder):
     def forward(self, x: Tensor) -> Tensor:
         weights, experts = route_sigmoid_bias(F.linear(x.float(), self.router), self.router_bias, self.shape)
         routed = self._run_experts(x, experts)
-        out = torch.einsum("tk,tkd->td", weights, routed.float()).to(x.dtype)
+        # Not as a matrix product, which adds up in another order for a token alone.
+        out = (weights.unsqueeze(-1) * routed.float()).sum(1).to(x.dtype)
         return self.tp.all_reduce(out + self.shared.partial(x) if self.shared is not None else out)
 
     def _run_experts(self, x: Tensor, experts: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.activation import by_rows
 from vllm.model_executor.layers.conv1d_state import conv_sequence, conv_step
 from vllm.model_executor.layers.delta_rule import DeltaInputs, delta_rule, l2_normalise
 from vllm.model_executor.layers.layernorm import GatedRMSNorm
@@ -75,7 +76,7 @@ class KimiDeltaAttention(nn.Module):
         qkv = self.qkv.forward(x)
         decay_low, gate_low, strength = self.narrow.split(self.narrow.forward(x))
         g = self._log_decay(self.decay_up.forward(decay_low))
-        beta = torch.sigmoid(strength.float())
+        beta = by_rows(torch.sigmoid, strength.float())
         group = meta.groups[self.pages.cache_name]
         mixed = torch.empty(x.shape[0], shape.num_heads, shape.head_dim)
         if meta.num_decodes:
@@ -96,13 +97,13 @@ class KimiDeltaAttention(nn.Module):
         biased = (raw.float() + self.decay_bias).view(-1, shape.num_heads, shape.head_dim)
         rate = self.decay_rate_log.exp().unsqueeze(-1)
         if shape.decay_min is None:
-            return -rate * F.softplus(biased)
-        return shape.decay_min * torch.sigmoid(rate * biased)
+            return -rate * by_rows(F.softplus, biased)
+        return shape.decay_min * by_rows(torch.sigmoid, rate * biased)
 
     def _delta_inputs(self, convolved: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
         """Convolution outputs `[T, 3·H·d]` → inputs of the recurrence."""
         shape = self.shape
-        heads = F.silu(convolved).view(-1, 3, shape.num_heads, shape.head_dim)
+        heads = by_rows(F.silu, convolved).view(-1, 3, shape.num_heads, shape.head_dim)
         q = l2_normalise(heads[:, 0]) * shape.head_dim**-0.5
         return q, l2_normalise(heads[:, 1]), heads[:, 2], g, beta
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vllm import _custom_ops as ops
+from vllm.model_executor.layers.activation import by_rows
 from vllm.model_executor.layers.linear import frozen
 
 __all__ = ["GatedRMSNorm", "LayerNorm", "RMSNorm", "rms_unweighted"]
@@ -46,7 +47,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         normed = rms_unweighted(x.float(), self.eps) * self.weight.float()
-        return normed * torch.sigmoid(gate.float())
+        return normed * by_rows(torch.sigmoid, gate.float())
 
     def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.weight", self.weight

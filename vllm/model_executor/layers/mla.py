@@ -44,6 +44,17 @@ class LatentShape:
     has_bias: bool = False
 
 
+def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """`x [T, H, I]` by the matrices of the heads `[H, I, O]` → `[T, H, O]`.
+
+    A single row is computed as two equal ones: alone it would be added up in another order than beside others.
+    """
+    rows = x.transpose(0, 1)
+    if x.shape[0] == 1:
+        rows = rows.expand(-1, 2, -1)
+    return torch.matmul(rows, weight)[:, : x.shape[0]].transpose(0, 1)
+
+
 class SparseLatentAttention(nn.Module):
     """`x [T, D] → [T, D]`; with its own indexer, or using the selection of an earlier layer."""
 
@@ -82,10 +93,10 @@ class SparseLatentAttention(nn.Module):
         expand = self.expand.view(shape.num_heads, shape.key_dim + shape.value_dim, shape.latent)
         to_latent, to_value = expand.split([shape.key_dim, shape.value_dim], dim=1)
         q = self.query.forward(q_low).view(-1, shape.num_heads, shape.key_dim)
-        absorbed = torch.matmul(q.transpose(0, 1), to_latent).transpose(0, 1)
+        absorbed = _per_head(q, to_latent)
         mixed = self.attend(absorbed, self.pages, meta, group, shape.key_dim**-0.5, selection)
-        values = torch.matmul(mixed.to(x.dtype).transpose(0, 1), to_value.transpose(1, 2))
-        return self.out.forward(values.transpose(0, 1).flatten(1)), selection
+        values = _per_head(mixed.to(x.dtype), to_value.transpose(1, 2))
+        return self.out.forward(values.flatten(1)), selection
 
     def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.low.part_slots([f"{prefix}.q_a_proj", f"{prefix}.kv_a_proj_with_mqa"])
