@@ -336,8 +336,8 @@ def test_a_reset_during_copies_voids_them_and_is_flushed_once_they_ended(by_tier
     rig.step(copies=False)
     assert half(rig)._open_loads
     assert half(rig)._open_stores
-    assert rig.scheduler.cache_tiers == (CacheHitSource.DEVICE, CacheHitSource.HOST)
-    tiers = [CacheHitSource.HOST]
+    assert rig.scheduler.cache_tiers == (CacheHitSource.DEVICE, CacheHitSource.EXTERNAL_UNSPECIFIED)
+    tiers = [CacheHitSource.EXTERNAL_UNSPECIFIED]
     assert not (rig.connector.reset_tiers(tiers) if by_tier else rig.connector.reset_cache())
     assert (script.calls["reset_cache"], script.calls["on_reset_flushed"]) == (1, 0)
     rig.run()

@@ -285,10 +285,7 @@ class OffloadingManager(ABC):
         """A request is looked up for the first time."""
 
     def get_load_source(self, key: OffloadKey, ctx: ReqContext) -> tuple[Medium, Locality] | None:
-        """Where the content would be loaded from; None if that cannot be said.
-
-        Nobody asks yet: usage figures call whatever a spec loads host memory.
-        """
+        """Where the content would be loaded from; None if that cannot be said. Asked of each block, for figures only."""
         return None
 
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:

@@ -78,10 +78,15 @@ class Promises:
 
     def peek(self, request: Request, local_tokens: int) -> int:
         """What `lookup` would return; promises, holds and reports nothing."""
+        return self.peek_blocks(request, local_tokens)[1]
+
+    def peek_blocks(self, request: Request, local_tokens: int) -> tuple[list[KVCacheBlock], int]:
+        """What `lookup` would find, group by group, and what it would return."""
         if self._is_closed_to(request) or not self._can_extend(local_tokens):
-            return 0
+            return [], 0
         with self._tier.turn:
-            return max(0, self._search(request, local_tokens, request.num_tokens - 1 - local_tokens)[1])
+            blocks, num_tokens = self._search(request, local_tokens, request.num_tokens - 1 - local_tokens)
+            return (_real(blocks), num_tokens) if num_tokens > 0 else ([], 0)
 
     def accept(self, request: Request, num_tokens: int) -> tuple[LoadPlan, Lease] | None:
         """Turn the promise, or a shorter prefix of it, into a plan and the lease on its blocks.

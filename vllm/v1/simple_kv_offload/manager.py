@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_event_types import MEDIUM_CPU, MEDIUM_STORAGE, KVCacheEvent
@@ -81,6 +82,8 @@ class SimpleCPUOffloadScheduler(TierResets):
     Raises ``ValueError`` for capacities or models it cannot work with.
     """
 
+    host_source: ClassVar[CacheHitSource] = CacheHitSource.HOST
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -131,14 +134,14 @@ class SimpleCPUOffloadScheduler(TierResets):
         self.lazy_cursor_id: int | None = None
         self.clock: Clock = clock or MonotonicClock()
         self._cache_config = vllm_config.cache_config
-        self.source = CacheHitSource.DISK if is_disk else CacheHitSource.HOST
+        self.source = CacheHitSource.DISK if is_disk else self.host_source
         self.speed = speed_check(policy.decline_slow_tier, self.source, has_disk_below=disk_tier_bytes > 0)
         # Tokens that requests which are not admitted yet have asked for last.
         self._asked: dict[str, int] = {}
         self.chain = self._make_chain(kv_cache_config, disk_tier_bytes, disk_wait_s, disk_persist, self.clock)
         self.kept = KeptIndex(self.tier if self.chain is None else self.chain.disk) if disk_persist else None
         self.reporter = StatsReporter(
-            is_disk,
+            self.source,
             use_page_cache,
             lazy_offload,
             num_blocks,
@@ -262,10 +265,27 @@ class SimpleCPUOffloadScheduler(TierResets):
             if self.chain is not None and num_asked is not None:
                 from_disk = self.chain.tokens_from_disk(request_id, num_asked, num_external_tokens)
             self.load_side.accept(request, blocks, num_external_tokens)
-            self.reporter.accepted(request, num_external_tokens, from_disk)
+            taken = self.tokens_by_source(request_id, num_external_tokens, from_disk)
+            self.reporter.accepted(request, taken)
         else:
             self.promises.withdraw(request_id)
         self._forget_asked(request_id)
+
+    def tokens_by_source(
+        self, request_id: str, num_tokens: int, num_from_disk: int
+    ) -> dict[CacheHitSource, int]:
+        """Where the tokens of the load that was accepted just now come from; some came up from the disk below for it."""
+        from_disk = {CacheHitSource.DISK: num_from_disk} if num_from_disk else {}
+        return {self.source: num_tokens - num_from_disk, **from_disk}
+
+    def peek_by_source(self, request: Request, num_computed_tokens: int) -> dict[CacheHitSource, int]:
+        """`peek_matched_tokens` by the tier that each token would come from."""
+        return {self.source: self.peek_matched_tokens(request, num_computed_tokens)}
+
+    @property
+    def hit_sources(self) -> tuple[CacheHitSource, ...]:
+        """The tiers that hits come from, from the inner one outwards."""
+        return (self.source,) if self.chain is None else (self.source, CacheHitSource.DISK)
 
     def _forget_asked(self, request_id: str) -> None:
         """The request was admitted or ended: what was found out for it while it asked is of no use any more."""

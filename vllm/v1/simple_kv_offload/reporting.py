@@ -24,21 +24,26 @@ from vllm.v1.simple_kv_offload.tier import Tier
 class StatsReporter:
     """Counts lookups, and reports running totals of the parts as increases since the last report.
 
-    ``block_bytes`` are those of one block on all ranks together.
+    ``source``: the tier under the device.     ``block_bytes`` are those of one block on all ranks together.
     """
 
     def __init__(
-        self, is_disk: bool, use_page_cache: bool, lazy_offload: bool, num_blocks: int, block_bytes: int = 0
+        self,
+        source: CacheHitSource,
+        use_page_cache: bool,
+        lazy_offload: bool,
+        num_blocks: int,
+        block_bytes: int = 0,
     ) -> None:
         self._block_bytes = block_bytes
         self._mode = "lazy" if lazy_offload else "eager"
         self.info_labelvalues = (
-            "disk" if is_disk else "cpu",
+            "disk" if source is CacheHitSource.DISK else "cpu",
             str(use_page_cache).lower(),
             str(lazy_offload).lower(),
             str(num_blocks),
         )
-        self._source = CacheHitSource.DISK if is_disk else CacheHitSource.HOST
+        self._source = source
         self._lookup_tokens = 0
         self._resumed_tokens = 0
         self._hit_tokens = {self._source: 0}
@@ -52,14 +57,11 @@ class StatsReporter:
         if not is_resumed:
             self._lookup_tokens += num_tokens
 
-    def accepted(self, request: Request, num_tokens: int, num_from_disk: int = 0) -> None:
-        """The request takes so many promised tokens, some of which came up from the disk below for it."""
-        by_tier = {self._source: num_tokens - num_from_disk}
-        if num_from_disk:
-            by_tier[CacheHitSource.DISK] = num_from_disk
+    def accepted(self, request: Request, by_tier: dict[CacheHitSource, int]) -> None:
+        """The request takes so many promised tokens from each tier."""
         self._last_accepted = (request.request_id, by_tier)
         if request.num_preemptions:
-            self._resumed_tokens += num_tokens
+            self._resumed_tokens += sum(by_tier.values())
             return
         for tier, tokens in by_tier.items():
             self._hit_tokens[tier] = self._hit_tokens.get(tier, 0) + tokens
@@ -155,6 +157,8 @@ class StatsReporter:
         self._add(stats, MetricName.CUT_STORE_PLANS, declines.cut_plans)
         self._add(stats, MetricName.PREEMPTED_STORE_BLOCKS, stores.num_preempted_blocks)
         self._report_tier(stats, self._source, loads.num_loads, (ledger, loads.ledger))
+        for source, tokens in self._hit_tokens.items():
+            self._add(stats, MetricName.TIER_HIT_TOKENS, tokens, (source.value,))
         self._add(stats, MetricName.EVICTED_BLOCKS, tier.evictions)
         stats.set_gauge(MetricName.USED_BLOCKS, tier.num_held)
         stats.set_gauge(MetricName.PENDING_STORE_BLOCKS, stores.num_pending_blocks)

@@ -92,6 +92,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 self._table = join_shared_pool(vllm_config, options.shared_pool)
             try:
                 self.scheduler_manager = self._make_scheduler_half(vllm_config, kv_cache_config, options)
+                self._cache_hit_source = self.scheduler_manager.source
             except BaseException:
                 self.shutdown()
                 raise
@@ -233,7 +234,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if manager is None:
             nothing = {self._cache_hit_source: 0}
             return ExternalHit(nothing, nothing, False)
-        held = {self._cache_hit_source: manager.peek_matched_tokens(request, num_computed_tokens)}
+        held = manager.peek_by_source(request, num_computed_tokens)
         offered = dict(held)
         below = manager.peek_disk_tokens(request, num_computed_tokens)
         if below is not None:
@@ -253,8 +254,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_cache_hit_sources(self) -> tuple[CacheHitSource, ...]:
         manager = self.scheduler_manager
-        has_disk_below = manager is not None and manager.chain is not None
-        return (self._cache_hit_source, *((CacheHitSource.DISK,) if has_disk_below else ()))
+        return (self._cache_hit_source,) if manager is None else manager.hit_sources
 
     def get_tier_reports(self) -> Sequence[TierReport]:
         manager = self.scheduler_manager

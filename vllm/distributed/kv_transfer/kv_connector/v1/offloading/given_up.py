@@ -7,9 +7,20 @@ must not know requests, nor why a job was given up. Layer L4.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.core.block_lease import Lease
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the manager has prepared for a job and has to be told the end of."""
+
+    job: int
+    ctx: ReqContext
+    keys: list[OffloadKey]
 
 
 class GivenUpJobs:

@@ -85,7 +85,14 @@ class GuardedManager(OffloadingManager):
         )
 
     def get_load_source(self, key: OffloadKey, ctx: ReqContext) -> tuple[Medium, Locality] | None:
-        return self._faults.guard(None, lambda: self.inner.get_load_source(key, ctx), "get_load_source")
+        def ask() -> tuple[Medium, Locality] | None:
+            answer = self.inner.get_load_source(key, ctx)
+            if answer is None:
+                return None
+            medium, locality = answer
+            return Medium(medium), Locality(locality)
+
+        return self._faults.guard(None, ask, "get_load_source")
 
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext) -> None:
         self._faults.guard(None, lambda: self.inner.touch(keys, ctx), "touch")

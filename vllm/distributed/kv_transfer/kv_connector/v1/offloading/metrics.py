@@ -217,7 +217,7 @@ def native_stats(
     stats = OffloadingConnectorStats(base.data)
     loaded = _of(base, MetricName.LOAD_BLOCKS, ()) * block_bytes
     stored = _of(base, MetricName.STORE_BLOCKS, ("stored",)) * block_bytes
-    host = CacheHitSource.HOST.value
+    host = manager.source.value
     load_time = _of(base, MetricName.TIER_SECONDS, (host, "load"))
     store_time = _of(base, MetricName.TIER_SECONDS, (host, "store"))
     for name, value in (
@@ -243,7 +243,7 @@ def _add_gauges(stats: OffloadingConnectorStats, manager: SimpleCPUOffloadSchedu
     usable = max(1, manager.tier.num_blocks - 1)
     writing = manager.store_side.num_pending_blocks
     held = manager.tier.num_held - 1
-    stats.set_gauge(CACHE_USAGE, manager.describe(CacheHitSource.HOST).pool.blocks_cached / usable)
+    stats.set_gauge(CACHE_USAGE, manager.describe(manager.source).pool.blocks_cached / usable)
     stats.set_gauge(WRITE_USAGE, writing / usable)
     stats.set_gauge(READ_USAGE, max(0, held - writing) / usable)
     secondary = 0 if manager.chain is None else manager.chain.disk.num_blocks

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_event_types import KVCacheEvent
@@ -23,8 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     SchedulerOffloadConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.given_up import GivenUpJobs
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.given_up import GivenUpJobs, Prepared
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.guarded_manager import GuardedManager
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.load_sources import UNKNOWN, LoadSources
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.plugin_tier import PluginTier
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.spec_metrics import SPEC_INFO, add_figures
 from vllm.logger import init_logger
@@ -46,6 +48,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
@@ -60,15 +63,6 @@ WAIT_MAX_S = 5.0
 """How long a request waits for a manager that puts off its answer; then the answer is no."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What the manager has prepared for a job and has to be told the end of."""
-
-    job: int
-    ctx: ReqContext
-    keys: list[OffloadKey]
-
-
 @dataclass(slots=True)
 class RequestOffloadState:
     """A request from its first look-up to its end. ``put_off_since``: when its look-up was put off first (seconds)."""
@@ -81,6 +75,9 @@ class RequestOffloadState:
 
 class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
     """Offloads to wherever the spec's manager keeps blocks."""
+
+    # Where bytes lie is known of loads only, block by block.
+    host_source: ClassVar[CacheHitSource] = UNKNOWN
 
     def __init__(
         self,
@@ -115,16 +112,17 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         )
         self._places = {group.group_id: place for place, group in enumerate(self.config.groups)}
         self._tokens = {group.group_id: group.tokens_per_block for group in self.config.groups}
+        self._sources = LoadSources(self.manager, self.fa_gidx, self._tokens[self.fa_gidx])
         self._requests: dict[str, RequestOffloadState] = {}
         # Ended ones whose last stores have not left yet.
         self._ended: dict[str, RequestOffloadState] = {}
         # Those that are stored as a whole.
         self._whole: dict[str, None] = {}
         self._next_job = 0
-        self._open_stores: dict[int, list[_Prepared]] = {}
+        self._open_stores: dict[int, list[Prepared]] = {}
         # Blocks of stores under way that the manager did not take: nobody copies them.
         self._refused: dict[int, list[tuple[Transfer, int]]] = {}
-        self._open_loads: dict[str, _Prepared] = {}
+        self._open_loads: dict[str, Prepared] = {}
         self._load_jobs: dict[str, int] = {}
         self.given_up = GivenUpJobs()
         # What was under way at a reset and is not over: store events and requests that load. The manager hears no more of it.
@@ -166,11 +164,12 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
     @in_turn
     def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """What the manager says to have; nothing is promised."""
+        return sum(self.peek_by_source(request, num_computed_tokens).values())
+
+    def _peek_context(self, request: Request) -> ReqContext:
         state = self._requests.get(request.request_id)
-        ctx = _context(request) if state is None else state.ctx
         self.plugin_tier.mirror.is_stuck = self.given_up.has_load
-        with self.plugin_tier.mirror.asking(ctx, self.clock.monotonic()):
-            return super().peek_matched_tokens(request, num_computed_tokens)
+        return _context(request) if state is None else state.ctx
 
     @in_turn
     def update_state_after_alloc(
@@ -181,6 +180,36 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
         state.put_off_since = None
         with self.plugin_tier.mirror.asking(state.ctx, self.clock.monotonic()):
             super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    @in_turn
+    def peek_by_source(self, request: Request, num_computed_tokens: int) -> dict[CacheHitSource, int]:
+        """What the manager says to have, by the tier that it would be loaded from."""
+        ctx = self._peek_context(request)
+        with self.plugin_tier.mirror.asking(ctx, self.clock.monotonic()):
+            slots, num_tokens = self.promises.peek_blocks(request, num_computed_tokens)
+            keys = [slot.block_hash for slot in slots if slot.block_hash is not None]
+        return self._sources.split(keys, num_tokens, ctx)
+
+    @property
+    def hit_sources(self) -> tuple[CacheHitSource, ...]:
+        """Those that the manager has named so far, and that of bytes of which nothing is known."""
+        return self._sources.named
+
+    def tokens_by_source(
+        self, request_id: str, num_tokens: int, num_from_disk: int
+    ) -> dict[CacheHitSource, int]:
+        """As the manager says of each block."""
+        load = self.load_side.loads[request_id]
+        keys = [slot.block_hash for slot in load.transfer.tier_blocks if slot.block_hash is not None]
+        return self._sources.split(keys, num_tokens, self._context_of(request_id))
+
+    @in_turn
+    def reset_tiers(self, tiers: Collection[CacheHitSource]) -> bool:
+        """A manager can only be reset as a whole: False, and no change, if just some of what it has named is meant."""
+        own = self.hit_sources
+        if all(source in tiers for source in own):
+            return self.reset()
+        return not any(source in tiers for source in own)
 
     def _follow(self, request: Request) -> RequestOffloadState:
         state = self._requests.get(request.request_id)
@@ -230,7 +259,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
                 job = self._load_jobs[req_id] = self._new_job()
                 source = self._source(keys, len(slots), ctx)
                 if source is not None:
-                    self._open_loads[req_id] = _Prepared(job, ctx, keys)
+                    self._open_loads[req_id] = Prepared(job, ctx, keys)
                 target = self._device_spec(keys, metadata.load_gpu_blocks[part][: len(keys)], request)
                 metadata.load_jobs[job] = TransferJob(req_id, source, target)
 
@@ -256,7 +285,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
                 number = self._new_job()
                 metadata.store_jobs[number] = job[0]
                 self.plugin_tier.taken.update(job[1])
-                self._open_stores.setdefault(event, []).append(_Prepared(number, ctx, job[1]))
+                self._open_stores.setdefault(event, []).append(Prepared(number, ctx, job[1]))
 
     def _give_up_rest(self, event: int, transfer: Transfer, taken: Collection[OffloadKey]) -> None:
         """Of a transfer the manager took these keys: its targets get no other."""
@@ -386,7 +415,7 @@ class OffloadingConnectorScheduler(SimpleCPUOffloadScheduler):
                 self._is_flushing = False
                 self.manager.on_reset_flushed()
 
-    def _complete_store(self, store: _Prepared, *, is_late: bool = False) -> None:
+    def _complete_store(self, store: Prepared, *, is_late: bool = False) -> None:
         # What is late has read its blocks when they were somebody else's already.
         stored = () if is_late else self.plugin_tier.stored
         for ok in (True, False):
