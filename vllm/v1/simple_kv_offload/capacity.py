@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_view import gpu_total_bytes, group_bytes_per_block
 __all__ = [
     "blocks_for_bytes",
     "choose_num_blocks",
+    "default_disk_bytes",
     "fit_blocks",
     "gpu_total_bytes",
     "group_bytes_per_block",
@@ -23,6 +24,8 @@ TOLD_BYTES, TOLD_TOKEN_BYTES = 384, 40
 """The same of what events told of it, and of each of its tokens: a number of the interpreter and a pointer."""
 OVER_BUDGET = 0.02
 """So much more than its budget a tier may take, records included."""
+DISK_BLOCKS_MAX = 1_000_000
+"""Blocks of a disk whose size nobody has chosen: their records, in memory and in a kept table, are for all of them at once."""
 SMALL_RECORDS_BYTES = 1 << 20
 """Records that nobody notices: a budget is not cut for them. A tier has other objects of about this size."""
 
@@ -50,6 +53,11 @@ def choose_num_blocks(capacity_blocks: int, configured: int | None, aligned: int
 def record_bytes(block_tokens: int, *, has_events: bool) -> int:
     """What the records of one block of so many tokens take at most."""
     return RECORD_BYTES + has_events * (TOLD_BYTES + TOLD_TOKEN_BYTES * block_tokens)
+
+
+def default_disk_bytes(num_bytes: int, num_gpu_blocks: int, total_gpu_bytes: int) -> int:
+    """The part of so many bytes that `DISK_BLOCKS_MAX` blocks take, if that is less."""
+    return min(num_bytes, max(1, DISK_BLOCKS_MAX * total_gpu_bytes // max(1, num_gpu_blocks)))
 
 
 def fit_blocks(num_bytes: int, block_bytes: int, bytes_per_record: int, fixed_bytes: int = 0) -> int:

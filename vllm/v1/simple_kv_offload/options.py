@@ -72,6 +72,8 @@ class OffloadOptions:
     policy: OffloadPolicy = DEFAULT_POLICY
     shared_pool: str | None = None
     """Name of the pool that this engine shares with others of the node; None = memory of its own."""
+    has_default_disk_bytes: bool = False
+    """Whether nobody has chosen ``disk_capacity_bytes``: then there may be less of it than that."""
 
     @property
     def is_disk(self) -> bool:
@@ -131,6 +133,7 @@ def parse_options(extra: Mapping[str, Any], world_size: int) -> OffloadOptions:
         policy=policy,
         shared_pool=_shared_pool(extra, is_disk, policy),
         disk_persist=disk_persist,
+        has_default_disk_bytes="disk_capacity_bytes" not in extra,
     )
 
 

@@ -10,14 +10,24 @@ import torch
 import torch.distributed as dist
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_view import device_block_bytes
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.simple_kv_offload.capacity import SMALL_RECORDS_BYTES, fit_blocks, gpu_total_bytes, record_bytes
+from vllm.v1.simple_kv_offload.capacity import (
+    DISK_BLOCKS_MAX,
+    SMALL_RECORDS_BYTES,
+    default_disk_bytes,
+    fit_blocks,
+    gpu_total_bytes,
+    record_bytes,
+)
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import keys_per_slot
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import HEAD_BYTES, PAGE, SegmentShape
 from vllm.v1.simple_kv_offload.options import OffloadOptions
 from vllm.v1.simple_kv_offload.rank_parts import count_parts
+
+logger = init_logger(__name__)
 
 VIEW_BYTES = 768
 """What one engine keeps of a slot of a shared pool, beside the pool's own record."""
@@ -67,4 +77,28 @@ def cpu_bytes_for_copies(
     return min(options.cpu_bytes, max(1, cdiv(num_slots * slot_bytes, world_size)))
 
 
-__all__ = ["cpu_bytes_for_copies", "dist", "gpu_total_bytes", "sync_num_offload_blocks_across_workers"]
+def disk_bytes_for_copies(kv_cache_config: KVCacheConfig, options: OffloadOptions) -> int:
+    """Bytes per rank of a disk: what the user has chosen, else no more than so many blocks take."""
+    if not options.has_default_disk_bytes or not (options.is_disk or options.disk_tier):
+        return options.disk_capacity_bytes
+    num_bytes = default_disk_bytes(
+        options.disk_capacity_bytes, kv_cache_config.num_blocks, gpu_total_bytes(kv_cache_config)
+    )
+    if num_bytes < options.disk_capacity_bytes:
+        logger.info_once(
+            "KV offload: blocks are so small that the disk is %.2f GiB per rank instead of %.0f: %d blocks of which records "
+            "are kept in memory. disk_capacity_bytes chooses another size.",
+            num_bytes / 1024**3,
+            options.disk_capacity_bytes / 1024**3,
+            DISK_BLOCKS_MAX,
+        )
+    return num_bytes
+
+
+__all__ = [
+    "cpu_bytes_for_copies",
+    "disk_bytes_for_copies",
+    "dist",
+    "gpu_total_bytes",
+    "sync_num_offload_blocks_across_workers",
+]

@@ -49,7 +49,7 @@ from vllm.v1.simple_kv_offload.options import (
     parse_options,
 )
 from vllm.v1.simple_kv_offload.records import BoundaryStoreStats
-from vllm.v1.simple_kv_offload.sizing import cpu_bytes_for_copies
+from vllm.v1.simple_kv_offload.sizing import cpu_bytes_for_copies, disk_bytes_for_copies
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
 logger = init_logger(__name__)
@@ -86,7 +86,11 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if kv_cache_config is None:
             raise ValueError(f"{type(self).__name__} needs the kv_cache_config")
-        options = replace(options, cpu_bytes=cpu_bytes_for_copies(vllm_config, kv_cache_config, options))
+        options = replace(
+            options,
+            cpu_bytes=cpu_bytes_for_copies(vllm_config, kv_cache_config, options),
+            disk_capacity_bytes=disk_bytes_for_copies(kv_cache_config, options),
+        )
         if role is KVConnectorRole.SCHEDULER:
             if options.shared_pool is not None:
                 self._table = join_shared_pool(vllm_config, options.shared_pool)
