@@ -21,6 +21,10 @@ class LeaseState(Enum):
     HANDED_OVER = "handed_over"
 
 
+_HELD = LeaseState.HELD
+_NONE: frozenset[int] = frozenset()
+
+
 class Lease:
     """References to `blocks` of one pool, held for `owner`. Ends exactly once.
 
@@ -64,8 +68,8 @@ class Lease:
     ) -> None:
         self._pool = pool
         self._blocks = list(blocks)
-        self._state = LeaseState.HELD
-        self.evicted: frozenset[int] = frozenset()
+        self._state = _HELD
+        self.evicted = _NONE
         self.owner = owner
         self.to_front = to_front
         self.in_order = in_order

@@ -310,14 +310,13 @@ class SimpleCPUOffloadScheduler(TierResets):
         if self.tier.pool.placer is not None:
             self.tier.pool.placer.expire()
         self.load_side.order(metadata)
-        self.plan_stores(scheduler_output)
+        self._plan_stores(scheduler_output)
         submitted = self.store_side.submit()
         metadata.issued_store_event = self.store_side.table.last_event
         if submitted is not None:
             metadata.store_event, transfers = submitted
             for transfer in transfers:
-                metadata.store_gpu_blocks += block_ids(transfer.device_blocks)
-                metadata.store_cpu_blocks += block_ids(transfer.tier_blocks)
+                metadata.add_stores(block_ids(transfer.device_blocks), block_ids(transfer.tier_blocks))
                 if self.tier.has_parts:
                     metadata.store_groups += transfer.keys.groups(self.tier.group_ids[0])
         if self.chain is not None:
@@ -344,6 +343,9 @@ class SimpleCPUOffloadScheduler(TierResets):
     @in_turn
     def plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         """Plan what the policy wants copied in this step."""
+        self._plan_stores(scheduler_output)
+
+    def _plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         self.store_side.begin_step(scheduler_output)
         self.store_side.settle(scheduler_output.num_scheduled_tokens)
         self.store_side.plan_preempted()
@@ -367,7 +369,8 @@ class SimpleCPUOffloadScheduler(TierResets):
         chosen = select_endangered(
             side.stores, endangered, half, side.max_new_blocks, side.copied_by_others()
         )
-        side.declines.cut_plans += chosen.was_cut and chosen.is_bounded
+        if chosen.was_cut and chosen.is_bounded:
+            side.declines.cut_plans += 1
         side.plan(chosen.candidates, None, to_front=True)
 
     @in_turn

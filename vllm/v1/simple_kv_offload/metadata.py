@@ -5,7 +5,7 @@ Owns records only. It must not know how blocks are chosen nor how bytes move. La
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_hash import BlockHashWithGroupId
@@ -71,7 +71,7 @@ class KeptSlot:
     keys: KeptKeys
 
 
-@dataclass
+@dataclass(frozen=True)
 class KeptOrder(KVConnectorMetadata):
     """Changes of what the disk keeps for the next start: the state of some slots, complete.
 
@@ -81,7 +81,10 @@ class KeptOrder(KVConnectorMetadata):
 
     clears: int = 0
     number: int = 0
-    slots: list[KeptSlot] = field(default_factory=list)
+    slots: Sequence[KeptSlot] = ()
+
+
+NOTHING_KEPT = KeptOrder()
 
 
 @dataclass
@@ -121,7 +124,7 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     """Host → disk. Empty without a disk tier below the host."""
     move_up: DiskOrder = NO_MOVE
     """Disk → host."""
-    kept: KeptOrder = field(default_factory=KeptOrder)
+    kept: KeptOrder = NOTHING_KEPT
     measures: bool = False
     """Whether the speed of tiers is watched."""
     prefill_tokens: int = 0
@@ -129,6 +132,14 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     load_groups: list[int] = field(default_factory=list)
     """Group of each block of the load, where ranks must know which part of a slot is theirs; else empty. Store alike."""
     store_groups: list[int] = field(default_factory=list)
+
+    def add_stores(self, gpu_blocks: list[int], cpu_blocks: list[int]) -> None:
+        """Blocks of one more store; the lists belong to the order."""
+        if self.store_gpu_blocks:
+            self.store_gpu_blocks += gpu_blocks
+            self.store_cpu_blocks += cpu_blocks
+        else:  # mostly
+            self.store_gpu_blocks, self.store_cpu_blocks = gpu_blocks, cpu_blocks
 
     def loads_by_request(self) -> Iterator[tuple[tuple[str, ...], slice]]:
         """The load's requests with their part of the block lists; one part for all if none is stated."""

@@ -20,17 +20,18 @@ from vllm.v1.core.block_hash import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.core.block_index import StoredBlockInfo, describe_tokens
-from vllm.v1.core.block_ops import KeySet, bind_find_cached, pack_token_counts
+from vllm.v1.core.block_ops import KeySet, bind_find_cached
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import CopiedLately, ReuseFilter
 from vllm.v1.simple_kv_offload.eviction import Victims
 from vllm.v1.simple_kv_offload.tier import Tier
-from vllm.v1.simple_kv_offload.transfer import Candidate, Candidates, Contents, StagedKey
+from vllm.v1.simple_kv_offload.transfer import Candidate, Candidates, StagedKey
 from vllm.v1.simple_kv_offload.unsettled import Unsettled, prefix_keys
 
 BlockTable = Sequence[Sequence[int]]
+Keys = Sequence[BlockHashWithGroupId]
 
 
 @dataclass
@@ -88,6 +89,14 @@ class StoreRequestState:
         self.quiet_below = 0
 
 
+def room_in(tier: Tier, max_blocks: int | None) -> tuple[int, bool]:
+    """How many slots can be taken, ``max_blocks`` at most, and whether that is what limits them."""
+    stageable = tier.pool.get_num_free_blocks()
+    if max_blocks is None or max_blocks >= stageable:
+        return stageable, False
+    return max(0, max_blocks), True
+
+
 class Selection:
     """Candidates chosen so far, and whether the tier has room for one more.
 
@@ -103,10 +112,8 @@ class Selection:
         is_spared: Callable[[KVCacheBlock], bool] | None = None,
         max_blocks: int | None = None,
     ) -> None:
-        stageable = tier.num_stageable
-        self.room = stageable if max_blocks is None else max(0, min(stageable, max_blocks))
-        self.is_bounded = self.room < stageable
-        """Whether it is ``max_blocks`` that limits the room, not the slots."""
+        self.room, self.is_bounded = room_in(tier, max_blocks)
+        """Blocks that can be added, and whether it is ``max_blocks`` that limits them, not the slots."""
         self.was_cut = False
         """Whether something wanted a place and found no room."""
         self.candidates = Candidates()
@@ -172,10 +179,8 @@ class Selection:
         count = min(len(keys), self.room)
         if spared:
             count = self._tier.queue.num_takeable(keys if count == len(keys) else keys[:count], spared)
-        if count < len(keys):
-            self.was_cut = True
-            del blocks[count:], keys[count:]
-        self.candidates = Candidates(blocks, Contents(keys, pack_token_counts(blocks)))  # type: ignore[arg-type]
+        self.was_cut |= count < len(keys)
+        self.candidates = Candidates.plain(blocks, keys, count)
         self.room = 0
 
 
@@ -416,6 +421,14 @@ class Endangered(NamedTuple):
         return list(zip(self.found, self.keys, strict=True))
 
 
+class Chosen(NamedTuple):
+    """What is to be copied; whether something found no room, and whether the room was limited otherwise than by slots."""
+
+    candidates: Candidates
+    was_cut: bool
+    is_bounded: bool
+
+
 def bind_find_endangered(stores: Stores) -> Callable[[int], Endangered]:
     """A function that looks at so many of the next blocks of the device's free list."""
     queue, index = stores.device.free_block_queue, stores.tier.pool.cached_block_hash_to_block.entries
@@ -429,20 +442,30 @@ def select_endangered(
     endangered: Endangered,
     limit: int,
     max_blocks: int | None = None,
-    out_of_sight: Sequence[BlockHashWithGroupId] = (),
-) -> Selection:
+    out_of_sight: Keys = (),
+) -> Chosen:
     """The lazy policy: endangered blocks without a copy that are worth one, oldest first, at most ``limit``.
 
     A copy never takes the slot of another endangered block, ``out_of_sight`` or not: two of them would evict each other
     for ever. Their slots therefore become the youngest of the tier. Nor does a copy that is made again take the slot of
     what another engine has stored: two engines would do so by turns.
     """
-    lacks_all = endangered.num_lacking == len(endangered.keys) and stores.tier.shared is None
+    num_keys = len(endangered.keys)
+    lacks_all = endangered.num_lacking == num_keys and stores.tier.shared is None
     if lacks_all and not (out_of_sight or stores.reuse.is_on or stores.has_further_keys):
-        chosen = Selection(stores.tier, None, max_blocks)
-        chosen.room = min(chosen.room, limit)
-        chosen.choose_all(endangered.found, endangered.keys)  # no slot holds any of these keys
-        return chosen
+        room, is_bounded = room_in(stores.tier, max_blocks)
+        count = min(room, limit, num_keys)  # no slot holds any of these keys
+        return Chosen(
+            Candidates.plain(endangered.found, endangered.keys, count), count < num_keys, is_bounded
+        )
+    chosen = _select_from_mixed(stores, endangered, limit, max_blocks, out_of_sight)
+    return Chosen(chosen.candidates, chosen.was_cut, chosen.is_bounded)
+
+
+def _select_from_mixed(
+    stores: Stores, endangered: Endangered, limit: int, max_blocks: int | None, out_of_sight: Keys
+) -> Selection:
+    """`select_endangered` where some have a copy, or not each is worth one, or has a single key."""
     lacking = {key for key in stores.tier.lacking(endangered.keys) if key not in stores.in_flight}
     blocks, keys, all_keys = endangered.found, endangered.keys, lacking
     if len(lacking) < len(keys):

@@ -280,7 +280,7 @@ class StoreSide:
 
         ``to_front``: as they stand in the queue, and go back to it.
         """
-        if not candidates:
+        if not candidates.blocks:
             return
         owner = f"store of {request_id}" if request_id is not None else "lazy store"
         device = Lease(self.stores.device, candidates.blocks, owner, to_front=to_front)
@@ -288,7 +288,7 @@ class StoreSide:
         slots = Lease.adopt(self._tier.pool, self._tier.stage_for(keys), owner, in_order=to_front)
         self.planned.append(Transfer(owner, device, slots, keys, request_id=request_id))
         self.in_flight.update(keys.all_keys())
-        self.ledger.scheduled += len(candidates)
+        self.ledger.scheduled += len(candidates.blocks)
 
     def submit(self) -> tuple[int, list[Transfer]] | None:
         """Hand out everything planned under one event; None if there is nothing."""

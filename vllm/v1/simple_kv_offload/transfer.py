@@ -13,7 +13,7 @@ from vllm.utils.checks import InvariantError, check
 from vllm.v1.core.block_hash import BlockHashWithGroupId, get_group_id
 from vllm.v1.core.block_index import StoredBlockInfo
 from vllm.v1.core.block_lease import Lease
-from vllm.v1.core.block_ops import NO_TOKENS
+from vllm.v1.core.block_ops import NO_TOKENS, pack_token_counts
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
 
@@ -159,6 +159,13 @@ class Candidates(Sequence[Candidate]):
         self.blocks = [] if blocks is None else blocks
         self.contents = Contents() if contents is None else contents
 
+    @classmethod
+    def plain(cls, blocks: list[KVCacheBlock], keys: list[BlockHashWithGroupId], count: int) -> Candidates:
+        """The first ``count`` of these blocks, which have one key each. The lists belong to the candidates."""
+        if count < len(keys):
+            del blocks[count:], keys[count:]
+        return cls(blocks, Contents(keys, pack_token_counts(blocks)))  # type: ignore[arg-type]
+
     def __len__(self) -> int:
         return len(self.blocks)
 
@@ -205,7 +212,7 @@ class Transfer:
             )
         self.owner = owner
         self.request_id = request_id
-        self.keys = keys
+        self._contents = Contents.of(keys)
         self._device = device
         self._tier = tier
         self._state = TransferState.PLANNED
