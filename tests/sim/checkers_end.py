@@ -98,7 +98,7 @@ def check_everything_stored(run: Run) -> None:
 
 def _check_shelf(run: Run, outside: Outside) -> None:
     assert run.shelf is not None
-    if outside.prompt_only or run.shelf.books.has_gaps or 0 in run.full_tiers:
+    if outside.prompt_only or outside.deadline_s < 100 or run.shelf.books.has_gaps or 0 in run.full_tiers:
         return
     for key in sorted(run.must_be_stored):
         require(

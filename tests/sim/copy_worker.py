@@ -81,6 +81,16 @@ class CopyWorker:
         """The lanes of all ranks, for every connector."""
         return self.lanes
 
+    @property
+    def is_stuck(self) -> bool:
+        """Time alone changes something: jobs are given up."""
+        return False
+
+    @property
+    def has_late_news(self) -> bool:
+        """Something ended of which the engine hears when it steps, and for which it need not step."""
+        return False
+
     def memories_below(self, connector: int) -> tuple[list[Memory], list[Memory]]:
         """Host and disk memory by rank, of one connector."""
         assert connector == 0

@@ -84,7 +84,7 @@ def drain(run: Run) -> None:
             lanes.finish_all()
         run.act("compile", place)
         run.insist()
-        if len(run.steps) < run.params.depth and run.scheduler.has_requests():
+        if len(run.steps) < run.params.depth and run.has_work:
             run.act("schedule", place)
         if any(not step.executed for step in run.steps):
             run.act("execute", place + 1)

@@ -127,6 +127,9 @@ MARKS = frozenset(
         "manager fails",
         "manager keeps what was withdrawn",
         "job refused",
+        "load given up",
+        "store given up",
+        "job ends that was given up",
         "reset with jobs of a manager under way",
         "reset of a manager failed",
     }

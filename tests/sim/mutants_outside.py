@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.sim.planting import Mutant, replaced
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.given_up import GivenUpJobs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.guarded_manager import GuardedManager
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.plugin_tier import MirrorPool
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -72,9 +73,9 @@ def pending_counts_as_there(original: Any) -> Any:
 def waiting_stores_are_forgotten(original: Any) -> Any:
     """A store that waits for the device never starts."""
 
-    def submit(self: Any) -> None:
-        self._waiting = []
-        original(self)
+    def submit(self: Any, *, must_wait: bool = False) -> None:
+        self._waiting.clear()
+        original(self, must_wait=must_wait)
 
     return submit
 
@@ -92,7 +93,14 @@ def the_first_job_ends_a_copy(original: Any) -> Any:
     return finish
 
 
+def given_up_loads_are_let_go(original: Any) -> Any:
+    """What a load that was given up may still write goes to others."""
+    del original
+    return lambda self, job, lease: lease.release()
+
+
 OUTSIDE_MUTANTS: dict[str, Mutant] = {
+    "given up loads are let go": replaced(GivenUpJobs, "hold", given_up_loads_are_let_go),
     "failed jobs count as done": replaced(JobMover, "_finish", failed_jobs_count_as_done),
     "withdrawn content is asked for": replaced(MirrorPool, "ban", withdrawn_content_is_asked_for),
     "flushed before the copies end": replaced(
@@ -101,6 +109,6 @@ OUTSIDE_MUTANTS: dict[str, Mutant] = {
     "blocks of a job are swapped": replaced(OffloadingConnectorScheduler, "_device_spec", blocks_are_swapped),
     "a reset is not told": replaced(OffloadingEventsTracker, "clear", reset_is_not_told),
     "pending counts as there": replaced(GuardedManager, "lookup", pending_counts_as_there),
-    "waiting stores are forgotten": replaced(JobMover, "_submit_waiting", waiting_stores_are_forgotten),
+    "waiting stores are forgotten": replaced(JobMover, "_submit_ready", waiting_stores_are_forgotten),
     "the first job ends a copy": replaced(JobMover, "_finish", the_first_job_ends_a_copy),
 }

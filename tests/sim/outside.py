@@ -327,8 +327,8 @@ class ShelfManager(OffloadingManager):
             around = self._around
             rng = around.stream(f"{self._action}/shelf")
             self._mood = Mood()
-            if around.fault("manager fails", rng):
-                is_reset = self._action.endswith("/reset")
+            is_reset = self._action.endswith("/reset")
+            if around.fault("manager fails", rng) or (is_reset and around.fault("manager fails", rng)):
                 self._mood.failing = "reset_cache" if is_reset else rng.choice(FAILING)
             if around.fault("put off", rng):
                 self._mood.puts_off = rng.randrange(3)

@@ -6,8 +6,10 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from tests.sim.clock import SimClock
 from tests.sim.copy_worker import FaultDraw
 from tests.sim.device import Memory
+from tests.sim.failure import require
 from tests.sim.marks import Marks
 from tests.sim.multi_worker import MultiWorker
 from tests.sim.outside import ShelfPlaces
@@ -27,13 +29,33 @@ from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleC
 
 @dataclass
 class DeviceMark:
-    """A point that the device has reached by the next step, or an error on the way."""
+    """A point that the device reaches some time after the step, or an error on the way."""
 
+    owner: OutsideWorker
     is_broken: bool
+
+    def query(self) -> bool:
+        if self.owner.rng.random() < 0.5:
+            return False
+        self.synchronize()
+        return True
 
     def synchronize(self) -> None:
         if self.is_broken:
             raise RuntimeError("the device has failed")
+
+
+class OwnersClock:
+    """The clock of the engine that the workers belong to, which is built after them."""
+
+    def __init__(self, owner: OutsideWorker) -> None:
+        self._owner = owner
+
+    def monotonic(self) -> float:
+        return self._owner.clock.monotonic()
+
+    def time(self) -> float:
+        return self._owner.clock.time()
 
 
 @dataclass
@@ -77,7 +99,10 @@ class ShelfWorker(OffloadingWorker):
             return False
         sources, targets = (blocks, places) if is_store else (places, blocks)
         pairs = list(zip(sources.block_ids, targets.block_ids, strict=True))
-        self._lanes.submit(owner._job(job_id, is_store, pairs, [], owner.rng))
+        job = owner._job(job_id, is_store, pairs, [], owner.rng)
+        if owner.is_impatient and not is_store:
+            job.stalled |= owner.fault("stall", owner.rng)
+        self._lanes.submit(job)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -100,7 +125,11 @@ class OutsideWorker(SimWorker):
         super().__init__(params, marks, fault)
         self.rng = random.Random(0)
         """Of the action under way."""
-        self.movers = [JobMover(ShelfWorker(self, rank)) for rank in range(params.ranks)]
+        self.clock = SimClock()
+        assert params.outside is not None
+        clock, limit = OwnersClock(self), params.outside.deadline_s
+        self.is_impatient = limit < 100
+        self.movers = [JobMover(ShelfWorker(self, rank), clock, limit) for rank in range(params.ranks)]
         self._loads: list[list[OpenCopy]] = [[] for _ in self.movers]
         self._stores: list[list[OpenCopy]] = [[] for _ in self.movers]
 
@@ -111,12 +140,34 @@ class OutsideWorker(SimWorker):
 
     def tables(self) -> dict[str, object]:
         """Empty at rest."""
-        names = ("_loads", "_stores", "_waiting", "_open", "_missing", "_failed")
+        names = ("_loads", "_stores", "_waiting", "_open", "_given_up", "_missing", "_failed")
         return {
             f"{name} of rank {rank}": vars(mover)[name]
             for rank, mover in enumerate(self.movers)
             for name in names
         }
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.is_impatient and any(job.stalled for lanes in self.lanes for job in lanes.running)
+
+    @property
+    def has_late_news(self) -> bool:
+        """A job that was given up has ended: the engine hears of it with its next step, whenever that is."""
+        return any(
+            mover.has_given_up_any and lanes.unreported
+            for mover, lanes in zip(self.movers, self.lanes, strict=True)
+        )
+
+    def device_targets(self) -> dict[int, str]:
+        """Of all ranks: one may have given a load up that another one has ended."""
+        targets: dict[int, str] = {}
+        for lanes in self.lanes:
+            for job in lanes.running:
+                for _, target in () if job.is_store else job.pairs:
+                    writer = targets.setdefault(target, f"load {job.event}")
+                    require(writer == f"load {job.event}", "I3", f"two loads write device block {target}")
+        return targets
 
     def copying(self) -> bool:
         return super().copying() or any(self._loads) or any(self._stores)
@@ -149,7 +200,7 @@ class OutsideWorker(SimWorker):
         self._stores[rank].append(copy)
         mark = None
         if rng.random() < 0.5:
-            mark = DeviceMark(is_broken=self.fault("store fails", rng) and rng.random() < 0.3)
+            mark = DeviceMark(self, is_broken=self.fault("store fails", rng) and rng.random() < 0.3)
         self.movers[rank].launch_copy(
             meta.store_gpu_blocks, meta.store_cpu_blocks, True, meta.store_event, copy.results, mark
         )
@@ -177,10 +228,13 @@ class OutsideWorker(SimWorker):
             if copy.result.error is not None:
                 self.marks.hit("failed store")
         jobs = mover.take_report()
+        if jobs is not None and (jobs.given_up_loads or jobs.given_up_stores):
+            self.marks.hit("load given up" if jobs.given_up_loads else "store given up")
+        if jobs is not None and jobs.ended_late:
+            self.marks.hit("job ends that was given up")
         if jobs is None and not failed and not received and meta == SimpleCPUOffloadWorkerMetadata():
             return None
-        jobs = jobs or OffloadingWorkerMetadata()
-        report = OffloadingWorkerMetadata(jobs.completed_jobs, jobs.transfer_stats, report=meta)
+        report = (jobs or OffloadingWorkerMetadata()).with_orders(meta)
         return KVConnectorOutput(
             finished_recving=received or None, failed_recving=failed, kv_connector_worker_meta=report
         )

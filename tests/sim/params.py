@@ -52,6 +52,8 @@ class Outside:
     prompt_only: bool
     self_describing: bool
     """Events carry tokens."""
+    deadline_s: float = 600.0
+    """After which a job whose end was not told is given up."""
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ class Run(TierResetRun, SharedRun):
         self.asked: dict[str, int] = {}
         if self.shelf is not None:
             self.shelf.around = Surroundings(self.fault, self.streams.stream, self.marks, worker.hosts)
+            worker.clock = self.world.clock
         if self.world.connector is not None:
             watch_promises(self, self.world.connector)
 
@@ -106,14 +107,15 @@ class Run(TierResetRun, SharedRun):
 
     def enabled(self) -> dict[str, int]:
         """Actions that make sense now, with their weights."""
-        waits_below = self.put_off_since or (self.chain is not None and self.chain.waiting)
+        is_stuck = self.worker.is_stuck
+        waits_below = is_stuck or self.put_off_since or (self.chain is not None and self.chain.waiting)
         weights: dict[str, int] = {"tick": 30 if waits_below else 4}
         live, lanes = len(self.live()), self.worker.all_lanes
         if live < LIVE_REQUESTS_MAX:
             weights["arrive"] = 80 if live < 3 else 30
         if live and "abort" not in self.params.actions_off:
             weights["abort"] = 7
-        if len(self.steps) < self.params.depth and self.scheduler.has_requests():
+        if len(self.steps) < self.params.depth and self.has_work:
             weights["schedule"] = 150
         if any(not step.executed for step in self.steps):
             weights["execute"] = 120
@@ -125,7 +127,7 @@ class Run(TierResetRun, SharedRun):
             if any(lane.movable() for lane in lanes):
                 weights["copy"] = 100
             if any(job.stalled for lane in lanes for job in lane.running):
-                weights["unstall"] = 10
+                weights["unstall"] = 2 if is_stuck else 10
         if "poison" in self.params.faults:
             weights["poison"] = 20
         if "reset" not in self.params.actions_off:

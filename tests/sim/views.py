@@ -29,6 +29,11 @@ class RunViews:
         return self.scheduler.kv_cache_manager.block_pool
 
     @property
+    def has_work(self) -> bool:
+        """A step may be of use."""
+        return self.scheduler.has_requests() or self.worker.has_late_news
+
+    @property
     def offloads(self) -> list[SimpleCPUOffloadScheduler]:
         """The offload managers, in the order of their connectors."""
         return self.world.offloads
@@ -129,6 +134,8 @@ class RunViews:
             **{name: vars(half)[name] for name in names},
             "flushes": half._is_flushing or half._flushed_stores or half._flushed_loads,
             "taken": half.plugin_tier.taken,
+            "load jobs": half._load_jobs,
+            "given up": {**half.given_up._loads, **half.given_up._stores, **half.given_up._holds},
             **self.worker.tables(),
             **self.shelf.tables(),
         }

@@ -122,14 +122,21 @@ def _with_failing_loads(params: SimParams) -> SimParams:
 
 
 def _with_manager_from_outside(params: SimParams) -> SimParams:
-    """An offloading spec of its own in half of the worlds without offload; drawn apart, so that the others stay."""
+    """An offloading spec of its own in most of the worlds without offload; drawn apart, so that the others stay."""
     rng = Streams(params.seed).stream("outside")
     has_content = params.prefix_caching and any(spec.prefix_cacheable for spec in params.specs)
-    if params.host_blocks or not has_content or rng.random() >= 0.5:
+    if params.host_blocks or not has_content or rng.random() >= 0.7:
         return params
-    sites = (("manager fails", 0.5), ("put off", 0.4), ("declines", 0.3), ("job refused", 0.3), ("nan", 0.75))
-    faults = params.faults | {site for site, share in sites if rng.random() < share}
-    return replace(
+    faults = params.faults if rng.random() < 0.5 else frozenset()
+    # Where everything goes wrong at once, little is ever stored and read again.
+    faults |= {*rng.sample(("manager fails", "put off", "declines", "job refused"), rng.choice((0, 1, 1, 2)))}
+    if rng.random() < 0.8:
+        faults |= {"nan"}
+    deadline_s = rng.choice((600.0, 12.0))
+    if deadline_s < 100:
+        faults |= {"stall"}
+    reads_below = rng.random() < 0.7
+    params = replace(
         params,
         host_blocks=rng.randint(24, 80) if rng.random() < 0.6 else rng.randint(4, 16),
         lazy=False,
@@ -140,10 +147,26 @@ def _with_manager_from_outside(params: SimParams) -> SimParams:
             tells_resets=rng.random() < 0.5,
             prompt_only=rng.random() < 0.2,
             self_describing=rng.random() < 0.5,
+            deadline_s=deadline_s,
         ),
-        faults=frozenset(faults) if rng.random() < 0.8 else frozenset(),
+        faults=faults,
         actions_off=params.actions_off - ({"cool", "reset"} if rng.random() < 0.6 else {"cool"}),
-        reads_below=rng.random() < 0.7,
+        reads_below=reads_below,
+    )
+    if not reads_below or params.dcp > 1 or rng.random() < 0.3:
+        return params
+    return fit(
+        replace(
+            params,
+            specs=(FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=4, dtype=Byte()),),
+            match_unit=None,
+            num_spec_tokens=0,
+            max_model_len=20,
+            device_blocks=16,
+            host_blocks=max(48, params.host_blocks),
+            max_num_seqs=max(3, params.max_num_seqs),
+            faults=params.faults - {"step fails", "put off"},
+        )
     )
 
 
