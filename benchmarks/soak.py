@@ -159,11 +159,7 @@ class Soak:
         """One reset, pause or abort that a server must take at any time."""
         what = self.chance.choices(["reset", "pause", "abort unknown", "look"], [6, 2, 1, 2])[0]
         if what == "reset":
-            params = {name: str(self.chance.random() < 0.5).lower() for name in RESET_FLAGS}
-            reply = await client.post("/reset_prefix_cache", params=params)
-            self.tally.counts["resets"] += 1
-            if reply.status_code != 200:
-                self.tally.fault(f"reset {params}: HTTP {reply.status_code} {reply.text[:200]}")
+            await self._reset(client)
         elif what == "pause":
             await self._pause(client)
         elif what == "abort unknown":
@@ -171,6 +167,22 @@ class Soak:
         else:
             for path in ("/metrics", "/server_info?config_format=json", "/v1/models"):
                 await client.get(path)
+
+    async def _reset(self, client: httpx.AsyncClient) -> None:
+        """Of the device, of all tiers or, in half of the cases, of some tiers alone."""
+        params: dict[str, Any] = {name: str(self.chance.random() < 0.5).lower() for name in RESET_FLAGS}
+        if self.chance.random() < 0.5:
+            told = (await client.get("/kv_cache/stats")).json()["tiers"]
+            names = [tier["tier"] for tier in told]
+            params["tiers"] = self.chance.sample(names, self.chance.randint(1, len(names)))
+        reply = await client.post("/reset_prefix_cache", params=params)
+        self.tally.counts["resets"] += 1
+        if reply.status_code != 200:
+            self.tally.fault(f"reset {params}: HTTP {reply.status_code} {reply.text[:200]}")
+            return
+        for tier in reply.json().get("tiers", ()):
+            if tier["asked"] and tier["blocks_cached"]:
+                self.tally.fault(f"reset {params}: findable still: {tier}")
 
     async def _pause(self, client: httpx.AsyncClient) -> None:
         mode = self.chance.choice(["keep", "wait", "abort"])
