@@ -35,8 +35,8 @@ class WorkerStart(NamedTuple):
 
     vllm_config: VllmConfig
     rank: int
-    init_method: str
     channel: int  # file descriptor of this end
+    meeting: int  # file descriptor of the file in which the ranks find each other
     parent_pid: int
 
 
@@ -67,7 +67,8 @@ class WorkerProcess:
                 "vllm_config": self._start.vllm_config,
                 "local_rank": self._start.rank,
                 "rank": self._start.rank,
-                "distributed_init_method": self._start.init_method,
+                # A file in memory has no name that could be left behind, and no port that somebody else could take.
+                "distributed_init_method": f"file:///proc/self/fd/{self._start.meeting}",
                 "is_driver_worker": self._start.rank == OUTPUT_RANK,
             }
         )
@@ -99,6 +100,7 @@ def main() -> int:
     # The bytes come from the process that started this one, over a pipe that nobody else has.
     start: WorkerStart = pickle.loads(read_start_message())
     watch_parent(start.parent_pid, 0, _end_orphan)
-    os.set_inheritable(start.channel, False)
+    for descriptor in (start.channel, start.meeting):
+        os.set_inheritable(descriptor, False)
     WorkerProcess(start).serve()
     return 0

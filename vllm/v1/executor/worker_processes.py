@@ -34,9 +34,7 @@ class WorkerHandle:
         self.rank = rank
         here, there = socket.socketpair()
         self.channel = Channel(here, STALL_S)
-        # A file in memory has no name that could be left behind, and no port that somebody else could take.
-        init_method = f"file:///proc/self/fd/{meeting_fd}"
-        start = WorkerStart(vllm_config, rank, init_method, there.fileno(), os.getpid())
+        start = WorkerStart(vllm_config, rank, there.fileno(), meeting_fd, os.getpid())
         variables = {
             "VLLM_LOGGING_PREFIX": f"{envs.VLLM_LOGGING_PREFIX}(Worker TP{rank}) ",
             # All ranks are on this machine, and its name need not lead anywhere.
