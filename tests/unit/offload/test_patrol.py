@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.helpers.offload_rig import Rig, prompt
 from vllm.v1.simple_kv_offload.patrol import REQUESTS_PER_STEP, ROUNDS_PER_TURNOVER, HolePatrol
 from vllm.v1.simple_kv_offload.store_policy import StoreRequestState, describe_request_tokens
@@ -71,6 +73,26 @@ def test_a_round_is_due_now_and_then_so_that_slots_in_use_stay_young() -> None:
     assert not side.patrol.has_work(side.stores, state)
     pool.num_evicted += 1
     assert side.patrol.has_work(side.stores, state)
+    rig.run()
+
+
+def test_a_long_round_goes_on_where_it_stopped_and_is_due_until_it_is_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllm.v1.simple_kv_offload.patrol.BLOCKS_PER_STEP", 2)
+    rig = Rig(device_blocks=32, host_blocks=32)
+    request = rig.add(prompt(21), max_tokens=12)
+    for _ in range(3):
+        rig.step()
+    side = rig.manager.store_side
+    state = side.states[request.request_id]
+    assert rig.in_tier(request) == [0, 1, 2, 3, 4]
+    rig.manager.tier.evict(list(state.guarded_slots))
+    found = []
+    while side.patrol.has_work(side.stores, state):
+        rig.step()
+        found.append([index for index in rig.in_tier(request) if index < 5])
+    assert found == [[3, 4], [1, 2, 3, 4], [0, 1, 2, 3, 4]]
     rig.run()
 
 
