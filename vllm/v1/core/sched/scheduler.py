@@ -123,8 +123,12 @@ class Scheduler(WaitingPass):
             if victim is None:
                 break
             if victim is request and self._is_alone(plan):
-                self._wait_or_end(request, plan)
-                break
+                num_new = self._shorter_chunk(request, num_new, plan)
+                if num_new <= 0:
+                    self._wait_or_end(request, plan)
+                    break
+                blocks = allocate(request, num_new, num_lookahead_tokens=lookahead, delay_cache_blocks=True)
+                continue
             index -= self._give_way(victim, index, plan)
             if victim is request:
                 break
@@ -152,6 +156,19 @@ class Scheduler(WaitingPass):
                 request, request.num_computed_tokens, num_new, params, self._chunk_limits(plan)
             )
         return num_new
+
+    def _shorter_chunk(self, request: Request, num_new: int, plan: StepPlan) -> int:
+        """Half a chunk of a request that has all memory for itself; 0 if there is no such thing.
+
+        What a request holds at most is reckoned from whole steps: where chunks of attention and blocks do not begin
+        together it can be a block more.
+        """
+        if not request.is_prefill_chunk or num_new <= 1:
+            return 0
+        if not self._has_chunk_rules:
+            return num_new // 2
+        limits = self._chunk_limits(plan)
+        return fit_chunk(request, request.num_computed_tokens, num_new // 2, self.params, limits)
 
     def _go_on(self, request: Request, num_new: int, blocks: KVCacheBlocks, plan: StepPlan) -> None:
         plan.add_running(request, num_new, blocks)
