@@ -4,6 +4,7 @@ import ctypes
 import errno
 import mmap
 import platform
+from pathlib import Path
 
 import pytest
 
@@ -37,8 +38,11 @@ class System:
         return 0
 
 
-def play(monkeypatch: pytest.MonkeyPatch, system: System) -> System:
+def play(
+    monkeypatch: pytest.MonkeyPatch, system: System, with_processors: Path = Path("/no/such/file")
+) -> System:
     monkeypatch.setattr(numa, "_system_call", lambda: system)
+    monkeypatch.setattr(numa, "NODES_WITH_PROCESSORS", with_processors)
     monkeypatch.setattr(numa.platform, "machine", lambda: "x86_64")
     return system
 
@@ -49,6 +53,41 @@ def test_memory_is_spread_over_the_nodes_that_the_process_may_use(monkeypatch: p
     assert system.bound == [(rows.data_ptr(), 16 * 4096, INTERLEAVE, 0b1011)]
     rows[15] = 3
     assert int(rows.sum()) == 3 * 4096
+
+
+@pytest.mark.parametrize(
+    ("told", "bound"),
+    [
+        ("0-1\n", 0b11),  # a GH200: its GPU's memory is one node, or several
+        ("0-1,3", 0b1011),
+        ("1,3\n", 0b1010),
+        ("0-63,64-70", 0b1011),
+        ("5", 0b1011),
+        ("\n", 0b1011),
+        ("what", 0b1011),
+        (None, 0b1011),
+    ],
+)
+def test_nodes_without_processors_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str | None, bound: int
+) -> None:
+    """With a file that says nothing, or nothing that fits, the nodes stay as they are."""
+    file = tmp_path / "has_cpu"
+    if told is not None:
+        file.write_text(told)
+    system = play(monkeypatch, System(allowed=0b1011), file)
+    assert spread_over_nodes(1 << 20, 1 << 20) == bound.bit_count()
+    assert system.bound == [(1 << 20, 1 << 20, INTERLEAVE, bound)]
+
+
+def test_one_node_with_processors_beside_the_memory_of_a_gpu_is_no_reason_to_do_anything(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "has_cpu"
+    file.write_text("0\n")
+    system = play(monkeypatch, System(allowed=0b11), file)
+    assert spread_over_nodes(1 << 20, 1 << 20) == 0
+    assert system.bound == []
 
 
 @pytest.mark.parametrize(
