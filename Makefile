@@ -23,7 +23,7 @@ help:
 	@echo "make demo-offload                                   the CPU-offload round trip as a table"
 	@echo "make lint tidy                                      the fast half of make test"
 	@echo "make sim [SEEDS=2000] [TICKS=300]                   the deterministic simulator"
-	@echo "make coverage                                       branch coverage of the brain (L2–L5), at least 95 %"
+	@echo "make coverage                                       branch coverage of the brain (L2–L5), at least 95 % in each layer"
 	@echo "make setup                                          only what the others do first: .venv, requirements, native ops"
 	@echo "make clean                                          remove .venv and all that was built"
 	@echo "make bench [ARGS='--only serving --rounds 3']       measurements as tables; of offload and serving also plots below benchmarks/results;"
