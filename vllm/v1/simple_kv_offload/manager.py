@@ -310,7 +310,7 @@ class SimpleCPUOffloadScheduler(TierResets):
         if self.tier.pool.placer is not None:
             self.tier.pool.placer.expire()
         self.load_side.order(metadata)
-        self._plan_stores(scheduler_output)
+        self.plan_stores(scheduler_output)
         submitted = self.store_side.submit()
         metadata.issued_store_event = self.store_side.table.last_event
         if submitted is not None:
@@ -343,9 +343,6 @@ class SimpleCPUOffloadScheduler(TierResets):
     @in_turn
     def plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         """Plan what the policy wants copied in this step."""
-        self._plan_stores(scheduler_output)
-
-    def _plan_stores(self, scheduler_output: SchedulerOutput) -> None:
         self.store_side.begin_step(scheduler_output)
         self.store_side.settle(scheduler_output.num_scheduled_tokens)
         self.store_side.plan_preempted()
