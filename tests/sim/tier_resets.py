@@ -32,7 +32,7 @@ class TierResetRun(Killable, StepMarks):
         if CacheHitSource.DISK in wanted:
             taint_kept(self)
         for _, tier, pool, memories in tiers:
-            if tier in wanted and tier is not CacheHitSource.DEVICE and not self.params.shared:
+            if tier in wanted and self._has_bytes_of_its_own(tier):
                 self._spoil(pool, memories)
         self.scheduler.reset_tiers(wanted)
         self._check(wanted, kept_before)
@@ -49,6 +49,11 @@ class TierResetRun(Killable, StepMarks):
         ]
         below = zip(self.lower_pools(), sources, strict=True)
         return [device, *((name, source, pool, memories) for (name, pool, memories), source in below)]
+
+    def _has_bytes_of_its_own(self, tier: CacheHitSource) -> bool:
+        """Whether nobody but this engine uses them, and slots are not just names of them."""
+        is_below = tier is not CacheHitSource.DEVICE
+        return is_below and not self.params.shared and self.params.outside is None
 
     @staticmethod
     def _entries(pool: BlockPool) -> list[tuple[int, object]]:
