@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from vllm.distributed.local_mesh import LocalMesh
+
 # How long a rank waits for another inside one operation. Far above the longest step: an executor that watches its
 # workers ends them long before. It only keeps a rank that nobody watches any more from waiting for ever.
 _OPERATION_TIMEOUT = timedelta(minutes=30)
@@ -43,16 +45,20 @@ class TPGroup:
         """The tensor of rank `source`, on all ranks."""
         return tensor
 
+    def close(self) -> None:
+        """Leave the group: ranks that wait for this one are told."""
+        return
 
-class ProcessTPGroup(TPGroup):
-    """Ranks in processes of their own, connected by `torch.distributed`."""
+
+class HostTPGroup(TPGroup):
+    """Ranks in processes of their own on one machine, with tensors in host memory."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._mesh = LocalMesh(rank, size, _tell_all)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See the base class. NCCL adds in an order of its own; gloo's would depend on where in the tensor a value lies."""
-        if tensor.is_cuda:
-            self.calls += 1
-            dist.all_reduce(tensor)
-            return tensor
+        """See the base class. Each rank adds all parts: a ring's order depends on where in the tensor a value lies."""
         parts = self._gather(tensor)
         exact = torch.float32 if tensor.dtype in _HALVES else tensor.dtype
         total = parts[0].to(exact, copy=True)
@@ -68,15 +74,47 @@ class ProcessTPGroup(TPGroup):
         """See the base class."""
         self.calls += 1
         tensor = tensor.contiguous()
-        dist.broadcast(tensor, src=source)
+        self._mesh.broadcast(tensor, source)
         return tensor
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.calls += 1
+        return self._mesh.gather(tensor.contiguous())
+
+    def close(self) -> None:
+        self._mesh.close()
+
+
+class DeviceTPGroup(TPGroup):
+    """Ranks with a GPU each, connected by NCCL, which adds in an order of its own."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See the base class. In place where it can be."""
+        self.calls += 1
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """See the base class."""
+        self.calls += 1
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor)
-        return parts
+        return torch.cat(parts, dim=dim)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """See the base class."""
+        self.calls += 1
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, src=source)
+        return tensor
+
+
+def _tell_all(message: bytes) -> list[bytes]:
+    told: list[bytes | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, message)
+    return [part for part in told if part is not None]
 
 
 _ALONE = TPGroup()
@@ -105,13 +143,14 @@ def init_distributed(rank: int, world_size: int, local_rank: int, init_method: s
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=_OPERATION_TIMEOUT
     )
-    _group = ProcessTPGroup(rank, world_size)
+    _group = DeviceTPGroup(rank, world_size) if backend == "nccl" else HostTPGroup(rank, world_size)
 
 
 def destroy_distributed() -> None:
     """Leave the group, for good. Idempotent."""
     global _group
-    if isinstance(_group, ProcessTPGroup):
+    if _group is not _ALONE:
+        _group.close()
         dist.destroy_process_group()
     _group = _ALONE
 
