@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from tests.helpers.kv_core import image, lora
 from tests.helpers.offload_rig import rig_config
 from tests.helpers.sched import Driver, full, make_request, make_scheduler
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import example_holds
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
     ExampleConnector,
@@ -29,6 +33,10 @@ IDENTITIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapter or none": ({"lora_request": lora("n", 1, "/one")}, {}),
     "image": ({"mm_features": [image("one", 2, 3)]}, {"mm_features": [image("other", 2, 3)]}),
 }
+
+
+def holds(folder: Path) -> list[Path]:
+    return list(folder.glob("held-*"))
 
 
 class Engine:
@@ -184,7 +192,7 @@ def test_a_prompt_that_starts_again_is_never_saved_from_its_former_blocks(tmp_pa
     connector.update_state_after_alloc(request, scheduler.kv_cache_manager.empty_kv_cache_blocks, 12)
     request.num_computed_tokens = 12
     assert saved([NewRequestData.from_request(request, ([5, 6, 7, 8],))], none, 1) == []
-    (folder,) = tmp_path.iterdir()
+    (folder,) = (path for path in tmp_path.iterdir() if path not in holds(tmp_path))
     shutil.rmtree(folder)
     assert saved([], CachedRequestData(["r"], set(), [], {}, [None], [13], [1]), 1) == []
 
@@ -275,3 +283,138 @@ def test_what_a_request_that_ended_in_an_error_has_stored_goes(tmp_path: Path) -
     assert engine.worker.apply_withdrawal(withdrawal) is None
     assert engine.offered("as bad", 13) == 0
     assert engine.offered("as good", 9) == 8
+
+
+# -- folders that other engines empty ---------------------------------------------------------------
+
+
+def promised(engine: Engine, name: str = "r") -> Any:
+    """A step with a load of three blocks, as it was ordered."""
+    request = engine.driver.add(name, range(13), max_tokens=1)
+    output = engine.driver.scheduler.schedule()
+    assert request.num_external_computed_tokens == 12
+    return output
+
+
+def empty(folder: Path) -> None:
+    """Another engine resets the folder."""
+    other = Engine(folder)
+    assert other.driver.scheduler.connector.reset_cache()
+    withdrawal = other.driver.scheduler.connector.take_withdrawal()
+    assert other.worker.apply_withdrawal(withdrawal) is None
+
+
+def load(engine: Engine, output: Any) -> set[int]:
+    """The step's load; returns the blocks that it failed for."""
+    engine.worker.bind_connector_metadata(output.kv_connector_metadata)
+    engine.worker.start_load_kv(None)
+    engine.worker.clear_connector_metadata()
+    return engine.worker.get_block_ids_with_load_errors()
+
+
+def test_what_was_promised_is_loaded_though_another_engine_resets_the_folder_meanwhile(
+    tmp_path: Path,
+) -> None:
+    first = Engine(tmp_path)
+    first.caches["layer0"][:] = torch.arange(40).reshape(40, 1)
+    assert first.offered("store") == 0
+    written = first.caches["layer0"][[1, 2, 3]]
+    engine = Engine(tmp_path)
+    output = promised(engine)
+    empty(tmp_path)
+    assert [path for path in tmp_path.iterdir() if path not in holds(tmp_path)] == []
+    assert load(engine, output) == set()
+    blocks = output.scheduled_new_reqs[0].block_ids[0][:3]
+    assert torch.equal(engine.caches["layer0"][list(blocks)], written)
+    assert list(tmp_path.iterdir()) == [], "the hold ends with the load"
+    assert engine.offered("again") == 0, "it is gone"
+
+
+def test_a_folder_that_goes_during_the_look_up_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Engine(tmp_path).offered("store")
+    engine = Engine(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    original = os.link
+
+    def link(source: Any, target: Any) -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
+        original(source, target)
+
+    monkeypatch.setattr(example_holds.os, "link", link)
+    request = engine.driver.add("r", range(13), max_tokens=1)
+    output = engine.driver.scheduler.schedule()
+    assert request.num_external_computed_tokens == 0
+    assert load(engine, output) == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_holds_end_with_those_who_do_not_load(tmp_path: Path) -> None:
+    Engine(tmp_path).offered("store")
+    engine = Engine(tmp_path)
+    connector = engine.driver.scheduler.connector
+    request = make_request(engine.driver.scheduler, "r", range(13))
+    for _ in range(3):  # nobody has room for it yet
+        assert connector.get_num_new_matched_tokens(request, 0) == (12, False)
+        assert len(holds(tmp_path)) == 1
+    connector.peek_matched_tokens(make_request(engine.driver.scheduler, "p", range(13)), 0)
+    assert len(holds(tmp_path)) == 1
+    connector.request_finished(request, [])
+    assert holds(tmp_path) == []
+    assert connector.get_num_new_matched_tokens(request, 0) == (12, False)
+    connector.update_state_after_alloc(
+        request, engine.driver.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0
+    )
+    assert holds(tmp_path) == [], "it was admitted without"
+    assert connector.get_num_new_matched_tokens(request, 0) == (12, False)
+    connector.reset_cache()
+    assert holds(tmp_path) == []
+
+
+@pytest.mark.parametrize("ends", ["step", "shutdown"])
+def test_holds_of_a_step_that_failed_go_when_nobody_can_read_them(tmp_path: Path, ends: str) -> None:
+    Engine(tmp_path).offered("store")
+    engine = Engine(tmp_path)
+    promised(engine)
+    connector = engine.driver.scheduler.connector
+    if ends == "shutdown":
+        connector.shutdown()
+        connector.shutdown()
+    else:
+        for _ in range(2):
+            connector.build_connector_meta(SchedulerOutput.make_empty())
+            assert len(holds(tmp_path)) == 1
+        connector.build_connector_meta(SchedulerOutput.make_empty())
+    assert holds(tmp_path) == []
+
+
+def test_holds_of_engines_that_were_killed_go_at_the_next_start(tmp_path: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
+    host = os.uname().nodename
+    dead = tmp_path / f"held-{host}-{int(child.stdout)}-0"
+    kept = [tmp_path / f"held-{host}-{os.getpid()}-7", tmp_path / f"held-elsewhere-{int(child.stdout)}-0"]
+    for folder in (dead, *kept):
+        folder.mkdir()
+    Engine(tmp_path)
+    assert sorted(holds(tmp_path)) == sorted(kept)
+
+
+def test_where_files_cannot_have_second_names_they_are_read_under_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Any, target: Any) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    Engine(tmp_path).offered("store")
+    monkeypatch.setattr(example_holds.os, "link", refuse)
+    engine = Engine(tmp_path)
+    output = promised(engine)
+    assert holds(tmp_path) == []
+    assert load(engine, output) == set()
+    output = promised(engine, "again")
+    empty(tmp_path)
+    assert len(load(engine, output)) == 3, "as far as can be known, a load that fails"

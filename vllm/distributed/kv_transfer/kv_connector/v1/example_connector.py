@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.example_holds import FolderHolds
 from vllm.logger import init_logger
 from vllm.utils.math_utils import round_down
 from vllm.v1.core.block_hash import ExtraKeys
@@ -54,6 +55,7 @@ class ReqMeta:
     """One prefix to load or to store; ``slot_mapping[i]`` is the cache slot of token i.
 
     ``extra_keys``: what besides tokens and media its content depends on, such as a cache salt.
+    ``held``: the name of a folder that holds its files for this load.
     """
 
     token_ids: list[int]
@@ -61,6 +63,7 @@ class ReqMeta:
     is_store: bool
     mm_hashes: list[str]
     extra_keys: ExtraKeys = field(default=(), kw_only=True)
+    held: str = field(default="", kw_only=True)
 
     @classmethod
     def make(
@@ -96,9 +99,12 @@ class ExampleConnectorMetadata(KVConnectorMetadata):
         is_store: bool,
         mm_hashes: Sequence[str] = (),
         extra_keys: ExtraKeys = (),
+        held: str = "",
     ) -> None:
         """Append one prefix."""
-        self.requests.append(ReqMeta.make(token_ids, block_ids, block_size, is_store, mm_hashes, extra_keys))
+        request = ReqMeta.make(token_ids, block_ids, block_size, is_store, mm_hashes, extra_keys)
+        request.held = held
+        self.requests.append(request)
 
 
 @dataclass(slots=True)
@@ -144,6 +150,10 @@ class ExampleConnector(KVConnectorBase_V1):
         # Patterns that the worker half has not been told, and what may not be found though it is still there.
         self._withdrawing: list[str] = []
         self._withdrawn: dict[Path, tuple[int, int] | None] = {}
+        # Other engines reset the folder when they like: what was promised to a request is held until it is loaded.
+        self._holds = FolderHolds(self._storage, vllm_config.max_concurrent_batches + 1)
+        if role is KVConnectorRole.SCHEDULER:
+            self._holds.remove_orphans()
 
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
@@ -175,10 +185,11 @@ class ExampleConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for request in self._requests(is_store=False):
             folder = self._folder(request.token_ids, request.mm_hashes, request.extra_keys)
+            source = self._storage / request.held if request.held else folder
             blocks = self._blocks(request)
             try:
                 for layer_name, cache in self._kv_caches.items():
-                    saved = safetensors.torch.load_file(str(folder / f"{layer_name}.safetensors"))[
+                    saved = safetensors.torch.load_file(str(source / f"{layer_name}.safetensors"))[
                         TENSOR_NAME
                     ]
                     cache[blocks.to(cache.device)] = saved.to(cache.device)
@@ -186,6 +197,8 @@ class ExampleConnector(KVConnectorBase_V1):
                 logger.error("ExampleConnector: %s cannot be loaded and is removed: %s", folder, error)
                 shutil.rmtree(folder, ignore_errors=True)
                 self._failed_blocks.update(blocks.tolist())
+            if request.held:
+                shutil.rmtree(source, ignore_errors=True)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -264,20 +277,26 @@ class ExampleConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if not request.load_tiers.allows(MEDIUM_STORAGE):
+        num_tokens, folder = self._look_up(request, num_computed_tokens)
+        if folder is None or not self._holds.take(request.request_id, folder):
+            self._holds.drop(request.request_id)
             return 0, False
+        return num_tokens, False
+
+    def _look_up(self, request: Request, num_computed_tokens: int) -> tuple[int, Path | None]:
+        """Tokens behind the computed ones that are stored, and where."""
+        if not request.load_tiers.allows(MEDIUM_STORAGE):
+            return 0, None
         token_ids, mm_hashes = _prompt_of(request)
         num_tokens = aligned_length(len(token_ids), self._block_size)
         extra_keys = _extra_keys_of(request, num_tokens)
         if num_tokens <= num_computed_tokens or not self._is_stored(token_ids, mm_hashes, extra_keys):
-            return 0, False
-        return num_tokens - num_computed_tokens, False
+            return 0, None
+        return num_tokens - num_computed_tokens, self._folder(token_ids[:num_tokens], mm_hashes, extra_keys)
 
     def peek_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalHit | None:
-        # The look-up itself only looks whether a file is there.
-        num_tokens, is_async = self.get_num_new_matched_tokens(request, num_computed_tokens)
-        tokens = {self._cache_hit_source: num_tokens or 0}
-        return ExternalHit(tokens, tokens, is_async)
+        tokens = {self._cache_hit_source: self._look_up(request, num_computed_tokens)[0]}
+        return ExternalHit(tokens, tokens, False)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -288,10 +307,13 @@ class ExampleConnector(KVConnectorBase_V1):
             self._extra_keys[request.request_id] = extra_keys
         if num_external_tokens > 0:
             self._to_load[request.request_id] = request
+        else:
+            self._holds.drop(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExampleConnectorMetadata:
         metadata = ExampleConnectorMetadata(withdrawn=self._withdrawing)
         self._withdrawing = []
+        self._holds.begin_step()
         scheduled = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             token_ids = list(new.prompt_token_ids or ())
@@ -301,7 +323,10 @@ class ExampleConnector(KVConnectorBase_V1):
             # It starts again: what was noted of it names blocks that others may have now.
             self._to_store.pop(new.req_id, None)
             if self._to_load.pop(new.req_id, None) is not None:
-                metadata.add_request(token_ids, block_ids, self._block_size, False, mm_hashes, extra_keys)
+                held = self._holds.hand_over(new.req_id)
+                metadata.add_request(
+                    token_ids, block_ids, self._block_size, False, mm_hashes, extra_keys, held
+                )
             elif aligned_length(len(token_ids), self._block_size) and not self._is_stored(
                 token_ids, mm_hashes, extra_keys
             ):
@@ -332,7 +357,8 @@ class ExampleConnector(KVConnectorBase_V1):
         if request is not None:
             token_ids, mm_hashes = _prompt_of(request)
             extra_keys = self._extra_keys.get(req_id, ())
-            metadata.add_request(token_ids, blocks, self._block_size, False, mm_hashes, extra_keys)
+            held = self._holds.hand_over(req_id)
+            metadata.add_request(token_ids, blocks, self._block_size, False, mm_hashes, extra_keys, held)
 
     def _store_if_complete(self, metadata: ExampleConnectorMetadata, req_id: str, num_computed: int) -> None:
         prompt = self._to_store.get(req_id)
@@ -350,13 +376,18 @@ class ExampleConnector(KVConnectorBase_V1):
             num_tokens = aligned_length(len(token_ids), self._block_size)
             folder = self._folder(token_ids[:num_tokens], mm_hashes, _extra_keys_of(request, num_tokens))
             self._withdraw(folder.name)
+        self._holds.drop(request.request_id)
         self._to_load.pop(request.request_id, None)
         self._to_store.pop(request.request_id, None)
         self._extra_keys.pop(request.request_id, None)
         return False, None
 
+    def shutdown(self) -> None:
+        self._holds.shutdown()
+
     def reset_cache(self) -> bool | None:
         self._to_store.clear()
+        self._holds.drop_all()
         self._withdraw(f"{self._prefix}*")
         return True
 
