@@ -74,6 +74,26 @@ def test_an_error_that_others_do_not_share_in_time_is_fatal_sooner_before_the_fi
     assert "execute_model failed on 1 of 2 ranks" in str(later.overdue(50.0 + call_book.AGREE_WITHIN_S))
 
 
+def test_a_call_from_outside_may_take_other_ranks_longer(book) -> None:
+    book.open("execute_model", 0.0)
+    for rank in (0, 1):
+        book.note(0, Reply(rank, 0), 0.0)
+    call = book.open("own", 0.0)
+    book.note(1, Reply(0, 0, error=KeyError("zero")), 1.0)
+    assert book.overdue(100.9) is None
+    assert "own failed on 1 of 2 ranks" in str(book.overdue(101.0))
+    assert book.note(1, Reply(1, 0), 60.0) is None
+    assert "rank 0: KeyError: 'zero'" in str(call.future.exception(0))
+
+
+def test_who_waits_for_a_call_cannot_take_it_back(book) -> None:
+    call = book.open("own", 0.0)
+    assert not call.future.cancel()
+    for rank in (0, 1):
+        assert book.note(0, Reply(rank, 0, value=rank), 0.0) is None
+    assert call.future.result(0) == [0, 1]
+
+
 def test_a_steps_time_begins_when_it_is_the_oldest_and_other_calls_have_none(book) -> None:
     book.open("load_model", 0.0)
     book.open("execute_model", 0.0)

@@ -16,10 +16,11 @@ import pytest
 from tests.helpers.fake_worker_cls import RankedWorker
 from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.v1.executor import call_book, multiproc_executor
+from vllm.v1.executor import call_book, multiproc_executor, worker_processes
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.call_book import WorkersFailedError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.worker_processes import WorkerProcesses
 
 RANKED = "tests.helpers.fake_worker_cls.RankedWorker"
 
@@ -194,6 +195,21 @@ def test_a_rank_that_cannot_start_says_why() -> None:
         WorkersFailedError, match="init_device failed on 1 of 2 ranks: rank 1: rank 1 has no device"
     ):
         MultiprocExecutor(config_for(unstartable=1))
+
+
+def test_a_start_that_breaks_off_leaves_no_worker(monkeypatch) -> None:
+    plain, opened = os.pidfd_open, []
+
+    def open_one(pid: int) -> int:
+        opened.append(pid)
+        if len(opened) == 2:
+            raise OSError("too many open files")
+        return plain(pid)
+
+    monkeypatch.setattr(worker_processes.os, "pidfd_open", open_one)
+    with pytest.raises(OSError, match="too many open files"):
+        WorkerProcesses(config_for(), 2)
+    assert not any(is_alive(pid) for pid in opened)
 
 
 def test_workers_do_not_outlive_a_killed_engine() -> None:

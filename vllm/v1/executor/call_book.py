@@ -65,7 +65,7 @@ class CallBook:
     def __init__(self, num_ranks: int, step_timeout_s: float) -> None:
         self._num_ranks = num_ranks
         self._step_timeout_s = step_timeout_s
-        self._agree_within_s = AGREE_AT_START_WITHIN_S
+        self._has_stepped = False
         self._open: deque[OpenCall] = deque()
         self._next_id = 0
         self._lock = threading.Lock()
@@ -74,9 +74,9 @@ class CallBook:
         """Enter the next call."""
         with self._lock:
             call = OpenCall(self._next_id, method)
+            call.future.set_running_or_notify_cancel()  # nobody can take it back: the workers have it
             self._next_id += 1
-            if method in STEP_METHODS:
-                self._agree_within_s = AGREE_WITHIN_S
+            self._has_stepped |= method in STEP_METHODS
             self._open.append(call)
             if self._open[0] is call:
                 call.head_since = now
@@ -118,7 +118,7 @@ class CallBook:
         with self._lock:
             for call in self._open:
                 waited = None if call.first_error_at is None else now - call.first_error_at
-                if waited is not None and waited >= self._agree_within_s:
+                if waited is not None and waited >= self._patience_s(call):
                     failed = [reply for reply in call.replies.values() if reply.error is not None]
                     return _disagreement(call, failed, self._num_ranks, True)
             head = self._open[0] if self._open else None
@@ -131,6 +131,12 @@ class CallBook:
             f"{head.name} was not done after VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS={self._step_timeout_s:g} s; "
             f"no answer from rank {', '.join(map(str, missing))}"
         )
+
+    def _patience_s(self, call: OpenCall) -> float:
+        """How long ranks may take to share the error of one: calls from outside may differ, if they only end."""
+        if not self._has_stepped:
+            return AGREE_AT_START_WITHIN_S
+        return AGREE_WITHIN_S if call.method in _MUST_AGREE else self._step_timeout_s
 
     def fail_all(self, error: Exception) -> None:
         """End every open call with the error."""

@@ -82,8 +82,10 @@ class MultiprocExecutor(Executor):
         with self._call_lock:
             call = self._book.open(method, time.monotonic())
             self._processes.send(number_call(call.call_id, content))
-        if self._failure is not None:  # noticed in between: nobody else ends this call
-            self._book.fail_all(self._failure)
+        if (
+            self._failure is not None or not self._reader.is_alive()
+        ):  # since the check: nobody else ends this call
+            self._book.fail_all(self._failure or RuntimeError("the workers were shut down"))
         if non_block:
             return call.future
         try:

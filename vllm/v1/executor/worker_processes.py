@@ -52,8 +52,14 @@ class WorkerHandle:
         finally:
             there.close()
         self.pid = self._process.pid
-        # Readable once the process has ended, whoever else may hold its end of the channel.
-        self.pidfd = os.pidfd_open(self.pid)
+        try:
+            # Readable once the process has ended, whoever else may hold its end of the channel.
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            self.pidfd = -1
+            self.kill()
+            self.close()
+            raise
 
     def wait(self, deadline: float) -> int | None:
         """The exit status; None if the process still runs at `deadline` (monotonic seconds)."""
@@ -69,7 +75,8 @@ class WorkerHandle:
     def close(self) -> None:
         """Release what belongs to a process that has ended."""
         self.channel.close()
-        os.close(self.pidfd)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
         assert self._process.stdin is not None
         self._process.stdin.close()
 
