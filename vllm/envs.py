@@ -114,7 +114,9 @@ VARIABLES: dict[str, EnvVar] = {
         _choice("fork", "spawn"), "spawn", "How worker processes are started."
     ),
     "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": EnvVar(
-        float, 5.0, "Seconds an engine process has to end by itself before it is killed."
+        float,
+        5.0,
+        "Seconds an engine process has to end by itself before it is killed; its workers have 3/5 of them.",
     ),
     "PYTHONHASHSEED": EnvVar(str, None, "Root of the block hash chain, so that processes agree."),
 }

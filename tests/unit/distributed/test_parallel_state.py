@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers.tp_ranks import run_ranks
 from vllm.distributed.parallel_state import (
+    DeviceTPGroup,
     TPGroup,
     destroy_distributed,
     get_tp_group,
@@ -67,6 +68,14 @@ def _work(rank: int) -> dict[str, Any]:
         "calls": group.calls,
     }
     assert torch.equal(values, untouched)
+    # What GPUs use works with any backend, in an order of its own.
+    device = DeviceTPGroup(rank, RANKS)
+    found |= {
+        "device sum": device.all_reduce(values.clone()),
+        "device columns": device.all_gather(values.t()).t(),
+        "device told": device.broadcast(values.clone(), 2),
+        "device calls": device.calls,
+    }
     return found
 
 
@@ -84,3 +93,7 @@ def test_sums_are_those_of_rank_order_whatever_their_shape() -> None:
         assert torch.equal(found["columns"], torch.cat(parts, dim=1))
         assert torch.equal(found["told"], parts[1])
         assert found["calls"] == 22
+        torch.testing.assert_close(found["device sum"], in_order)
+        assert torch.equal(found["device columns"], torch.cat(parts, dim=0))
+        assert torch.equal(found["device told"], parts[2])
+        assert found["device calls"] == 3
