@@ -359,8 +359,9 @@ def test_a_reset_says_what_became_of_each_tier() -> None:
     rig = Rig()
     rig.generate(prompt(4 * BLOCK + 1), max_tokens=1)
     assert rig.scheduler.reset_prefix_cache()
-    kept = {"asked": False, "success": None, "blocks_dropped": 0, "blocks_held": 0, "blocks_cached": 4}
-    emptied = {"asked": True, "success": True, "blocks_dropped": 4, "blocks_held": 0, "blocks_cached": 0}
+    counts = {"blocks_dropped": 0, "blocks_held": 0, "blocks_cached": 4, "reason": None}
+    kept = {"asked": False, "success": None, **counts}
+    emptied = {"asked": True, "success": True, **counts, "blocks_dropped": 4, "blocks_cached": 0}
     assert resets(rig) == {DEVICE: emptied, HOST: kept}
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert resets(rig) == {DEVICE: {**emptied, "blocks_dropped": 0}, HOST: emptied}

@@ -203,9 +203,11 @@ class SimpleCPUOffloadWorker:
             regions,
         )
         self.cpu_kv_caches = self._host_buffer.regions
-        # First what can be refused: threads that run by then would be left behind.
-        if self._disk_tier_bytes:
-            self._moves = DiskMoves(self._open_disk_tier())
+        try:
+            self._moves = DiskMoves(self._open_disk_tier()) if self._disk_tier_bytes else None
+        except BaseException:
+            self.shutdown()  # what touches the memory by now would be left behind
+            raise
         backend = create_copy_backend(
             "cuda_dma" if self.device.type == "cuda" else "threaded", self._clock, self._transfer_timeout_s
         )
