@@ -139,7 +139,8 @@ PyObject* append_n(PyObject* self, PyObject* blocks) {
   Queue* queue = self_of(self);
   if (queue->ages == nullptr) return insert_after(queue, queue->tail->previous, blocks);
   Items items(blocks);
-  PyObject* done = items.ok() ? insert_after(queue, queue->tail->previous, items.object()) : nullptr;
+  if (!items.ok()) return nullptr;
+  PyObject* done = insert_after(queue, queue->tail->previous, items.object());
   for (Py_ssize_t i = 0, n = items.size(); done != nullptr && i < n; ++i) {
     start_age(queue, reinterpret_cast<Block*>(items[i]));
   }

@@ -141,9 +141,11 @@ PyObject* pop_front(Queue* queue, Py_ssize_t count, Each each) {
   Block* head = queue->head;
   Block* block = head->next;
   Py_ssize_t done = 0;
-  for (bool ok = taken != nullptr; ok && done < count; ++done) {
+  bool ok = taken != nullptr;
+  for (; ok && done < count; ++done) {
     if (block == nullptr || block == queue->tail) {
       PyErr_SetString(PyExc_RuntimeError, "the free queue is shorter than its count");
+      ok = false;
       break;
     }
     Block* next = block->next;
@@ -154,16 +156,15 @@ PyObject* pop_front(Queue* queue, Py_ssize_t count, Each each) {
     // Of the references of its two neighbours' links one goes to the list.
     Py_DECREF(as_object(block));
     PyList_SetItem(taken, done, as_object(block));
+    // One that `each` failed for is off the queue all the same, so it counts.
     block = next;
-    if (!ok) break;
   }
-  const bool is_whole = taken != nullptr && done == count;
   if (done > 0 && block != nullptr) {
     head->next = block;  // the reference of the last block's link
     block->previous = head;
     queue->size -= done;
   }
-  if (!is_whole) Py_CLEAR(taken);
+  if (!ok) Py_CLEAR(taken);
   return taken;
 }
 

@@ -336,6 +336,12 @@ def test_wrong_values_are_refused() -> None:
         queue.put_by_age([PythonBlock(1)])
     with pytest.raises(ValueError, match="-1"):
         queue.keep_ages(-1)
+    queue.keep_ages(3)
+    for put in (queue.append_n, queue.prepend_n, queue.put_back, queue.put_by_age):
+        with pytest.raises(TypeError):
+            put(5)
+    with pytest.raises(TypeError):
+        queue.keep_ages("x")
     with pytest.raises(RuntimeError, match="once"):
         queue.__init__(block, block, [])
     with pytest.raises(TypeError, match="native queue"):
