@@ -359,10 +359,14 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Release scheduler, connector and workers. Idempotent; the core must not be used afterwards."""
+        ends = [self.scheduler.shutdown, self.model_executor.shutdown]
+        if self.model_executor.is_failed:
+            # Workers that are ended by force leave what they shared with others to who goes last.
+            ends.reverse()
         try:
-            self.scheduler.shutdown()
+            ends[0]()
         finally:
-            self.model_executor.shutdown()
+            ends[1]()
 
 
 def _failed(error: Exception) -> StepFuture:
