@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -199,8 +200,8 @@ def test_ranks_with_one_pool_and_a_rank_killed_while_it_stores(pool: str, tmp_pa
 def test_each_rank_keeps_its_part_of_the_disk_over_a_restart(tmp_path: Path) -> None:
     prompts = [prompt_of(3 * 16 + 5, seed) for seed in range(14)]
     outputs = []
-    for _ in range(2):
-        engine = start(**kept_settings(str(tmp_path / "kv")))
+    for async_scheduling in (True, False):
+        engine = start(async_scheduling=async_scheduling, **kept_settings(str(tmp_path / "kv")))
         outputs.append([run(engine, [prompt])[0] for prompt in prompts])
         settle(engine)
         engine.shutdown()
@@ -216,3 +217,42 @@ def test_a_model_that_cannot_be_split_is_refused_before_anything_is_started() ->
     with pytest.raises(ValueError, match="tensor_parallel_size 3 does not divide num_attention_heads 4"):
         start(ranks=3)
     assert psutil.Process().children(recursive=True) == before
+
+
+@pytest.mark.slow
+def test_tiers_preemptions_aborts_and_resets_change_no_answer(tmp_path: Path) -> None:
+    rng = random.Random(11)
+    roots = [prompt_of(200, seed) for seed in range(4)]
+    prompts = [rng.choice(roots)[: rng.randrange(20, 200)] + prompt_of(9, index) for index in range(50)]
+    fields = offload_settings()
+    fields["kv_transfer_config"]["kv_connector_extra_config"] = {
+        "cpu_bytes_to_use": 1 << 20,
+        "disk_tier": True,
+        "disk_path": str(tmp_path / "kv"),
+        "disk_capacity_bytes": 32 << 20,
+        "decline_slow_tier": "off",
+    }
+    # A tenth of what the requests of a moment would like to have.
+    engine = start(kv_cache_memory_bytes=300 << 10, **fields)
+    waiting, live, done = list(enumerate(prompts)), set[int](), dict[int, RequestOutput]()
+    while waiting or live:
+        while waiting and len(live) < 12:
+            index, prompt = waiting.pop(0)
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, GREEDY)
+            live.add(index)
+        if rng.random() < 0.03:
+            gone = rng.choice(sorted(live))
+            engine.abort_request([str(gone)])
+            live.discard(gone)
+        if rng.random() < 0.02:
+            engine.reset_prefix_cache(rng.random() < 0.5, rng.random() < 0.3)
+        for output in engine.step():
+            if output.finished and int(output.request_id) in live:
+                live.discard(int(output.request_id))
+                done[int(output.request_id)] = output
+    engine.shutdown()
+    assert sum(output.num_cached_tokens > 0 for output in done.values()) > len(done) // 2
+    alone = start(ranks=1, enable_prefix_caching=False)
+    for index, output in done.items():
+        assert difference(run(alone, [prompts[index]])[0], output) <= TOLERANCE
+    alone.shutdown()
