@@ -44,6 +44,9 @@ class LocalMesh:
                     continue
                 (other,) = _RANK.unpack(_receive(line, bytearray(_RANK.size)))
                 self._lines[other] = line
+        for line in self._lines.values():
+            # Whatever the system's default is: else two ranks that send at once may wait for each other.
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * CHUNK_BYTES)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The ranks' tensors, in rank order; this rank's own is `tensor` itself. Contiguous, in host memory."""

@@ -57,6 +57,24 @@ def test_every_byte_arrives(size: int) -> None:
         assert torch.equal(told, parts[1])
 
 
+def test_small_default_buffers_do_not_make_two_senders_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class SmallSocket(socket.socket):
+        def __init__(
+            self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None
+        ) -> None:
+            super().__init__(family, type, proto, fileno)
+            self.settimeout(10)
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES // 8)
+
+    monkeypatch.setattr(socket, "socket", SmallSocket)
+    part = torch.arange(4 * CHUNK_BYTES, dtype=torch.int32).to(torch.uint8)
+    for gathered in on_all_ranks(lambda rank, mesh: mesh.gather(part)):
+        assert isinstance(gathered, list), gathered
+        assert all(torch.equal(got, part) for got in gathered)
+
+
 def test_a_rank_that_leaves_ends_the_others_wait() -> None:
     def work(rank: int, mesh: LocalMesh) -> object:
         return None if rank == 2 else mesh.gather(torch.zeros(5))
