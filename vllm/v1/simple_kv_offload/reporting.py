@@ -24,7 +24,7 @@ from vllm.v1.simple_kv_offload.tier import Tier
 class StatsReporter:
     """Counts lookups, and reports running totals of the parts as increases since the last report.
 
-    ``source``: the tier under the device.     ``block_bytes`` are those of one block on all ranks together.
+    ``source``: the tier under the device. ``block_bytes`` are those of one block on all ranks together.
     """
 
     def __init__(
