@@ -177,6 +177,19 @@ def test_a_rank_that_dies_hangs_or_fails_alone_ends_the_executor(step, said, mon
     executor.shutdown()
 
 
+def test_an_engine_that_is_to_end_waits_for_no_rank_that_hangs(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
+    executor = MultiprocExecutor(config_for())
+    pids = children()
+    assert executor.execute_model("sum") is None
+    stuck = executor.execute_model("hang", non_block=True)
+    executor.end_after(0.2)
+    with pytest.raises(WorkersFailedError, match="still at execute_model when the engine had to end"):
+        stuck.result(20)
+    executor.shutdown()
+    assert not any(is_alive(pid) for pid in pids)
+
+
 def test_an_idle_worker_that_dies_is_noticed_at_once(executor) -> None:
     told = threading.Event()
     executor.register_failure_callback(told.set)

@@ -185,6 +185,10 @@ def start_cores(
 ) -> tuple[CoreProcesses, zmq.Socket[bytes]]:
     """Start the processes; returns at once. The socket is for `wait_until_ready`."""
     grace_s = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
+    if vllm_config.parallel_config.world_size > 1:
+        grace_s += (
+            vllm_config.shutdown_timeout
+        )  # its workers may be at a step for so long: it has to outlive them
     folder = _socket_folder()
     handshake_address = f"ipc://{folder}/handshake"
     make = _process_class()

@@ -91,6 +91,7 @@ class EngineCoreProc:
         """End in an orderly way. May be called from a signal handler, and more than once."""
         if self.shutdown_state is EngineShutdownState.RUNNING:
             self.shutdown_state = EngineShutdownState.REQUESTED
+            self.core.model_executor.end_after(self.core.vllm_config.shutdown_timeout)
         if self._sockets is not None:
             self._sockets.wake()
 

@@ -232,6 +232,13 @@ class Executor(ABC):
         """Call `callback` when a worker dies. In-process workers die with the engine: nothing to call."""
         return
 
+    def end_after(self, seconds: float) -> None:
+        """The engine is to end; steps may go on for so long. After that and a grace none may be waited for any more.
+
+        Called from a signal handler; `shutdown` follows.
+        """
+        return
+
     def shutdown(self) -> None:
         """End the workers. Idempotent."""
         self.collective_rpc("shutdown")

@@ -46,7 +46,8 @@ class MultiprocExecutor(Executor):
         num_ranks = self.vllm_config.parallel_config.world_size
         self._callbacks: list[FailureCallback] = []
         self._failure: WorkersFailedError | None = None
-        self._read_until = math.inf  # monotonic seconds; finite once this executor is to end
+        self._read_until = math.inf  # monotonic seconds: workers that are there by then are ended by force
+        self._is_ending = False
         self._state_lock = threading.Lock()
         self._call_lock = threading.Lock()
         self._book = CallBook(num_ranks, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
@@ -116,6 +117,8 @@ class MultiprocExecutor(Executor):
                     selector.register(worker.channel, selectors.EVENT_READ, worker)
                     selector.register(worker.pidfd, selectors.EVENT_READ, worker)
                 self._take_replies(selector)
+            at = self._book.oldest()
+            self._fail(WorkersFailedError(f"the workers were still at {at} when the engine had to end"))
         except Exception as error:  # a reply that cannot be read: whoever waits for it must be told
             logger.exception("A worker's reply cannot be read.")
             self._fail(WorkersFailedError(f"a worker's reply cannot be read: {error}"))
@@ -125,7 +128,7 @@ class MultiprocExecutor(Executor):
 
     def _take_replies(self, selector: selectors.BaseSelector) -> None:
         while selector.get_map() and self._failure is None and time.monotonic() < self._read_until:
-            for key, _ in selector.select(TICK_S):
+            for key, _ in selector.select(min(TICK_S, max(0.0, self._read_until - time.monotonic()))):
                 worker: WorkerHandle = key.data
                 frame = worker.channel.receive() if key.fileobj is worker.channel else None
                 if frame is None:
@@ -136,14 +139,14 @@ class MultiprocExecutor(Executor):
             self._fail(self._book.overdue(time.monotonic()))
 
     def _note_end(self, worker: WorkerHandle) -> None:
-        if self._failure is not None or math.isfinite(self._read_until):
+        if self._failure is not None or self._is_ending:
             return  # that is what ends now
         at = self._book.oldest()
         self._fail(WorkersFailedError(worker.describe_end() + (f" during {at}" if at else "")))
 
     def _fail(self, error: WorkersFailedError | None) -> None:
         with self._state_lock:
-            if error is None or self._failure is not None or math.isfinite(self._read_until):
+            if error is None or self._failure is not None or self._is_ending:
                 return
             self._failure = error
             self.is_failed = True
@@ -163,13 +166,18 @@ class MultiprocExecutor(Executor):
         if has_failed:
             callback()
 
+    def end_after(self, seconds: float) -> None:
+        """See the base class: workers that hang by then are ended by force, and who waits for them is told."""
+        grace_s = SHARE_OF_GRACE * envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
+        self._read_until = min(self._read_until, time.monotonic() + seconds + grace_s)
+
     def shutdown(self) -> None:
         """Let the workers carry out what they were sent, release what they hold and end; by force after a while. Idempotent."""
         with self._state_lock:
             self.is_failed = True
-            if math.isinf(self._read_until):
-                grace_s = SHARE_OF_GRACE * envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
-                self._read_until = time.monotonic() + grace_s
+            if not self._is_ending:
+                self._is_ending = True
+                self.end_after(0.0)
         self._processes.stop_sending()
         if threading.current_thread() is not self._reader:
             self._reader.join()
