@@ -257,6 +257,20 @@ def test_what_is_on_its_way_down_when_one_of_both_is_emptied_gets_nowhere(rig: D
         rig.assert_at_rest()
 
 
+def test_what_did_not_get_down_goes_down_later(rig: DiskRig) -> None:
+    disk = rig.hold_disk()
+    rig.add(prompt(16), max_tokens=1)
+    rig.write_something()
+    leaving = [staged.key for move in rig.chain.down.live for keys in move.keys for staged in keys]
+    assert leaving
+    empty(rig, DISK)
+    while rig.scheduler.has_requests():
+        disk.release()
+        rig.step()
+    assert all(rig.chain.disk.contains(key) for key in leaving)
+    rig.assert_at_rest()
+
+
 def test_a_kept_disk_that_was_left_is_found_by_the_next_engine(tmp_path: Path) -> None:
     rig = KeptRig(tmp_path)
     request = rig.generate(prompt(16), max_tokens=1)
