@@ -350,6 +350,19 @@ def test_only_the_serving_program_ends_without_the_interpreters_farewell(
     assert ended == ends
 
 
+def test_a_server_told_to_stop_while_it_starts_does_not_take_all_apart_first(monkeypatch, kept_interrupt):
+    ended = []
+
+    def told_to_stop(argv):
+        sys.exit(128 + signal.SIGTERM)  # as the handler for that time does
+
+    monkeypatch.setattr(main, "resolve_object", lambda target: told_to_stop)
+    monkeypatch.setattr(main, "end_process", ended.append)
+    monkeypatch.setattr("sys.argv", ["vllm", "serve"])
+    assert main.main() == 143
+    assert ended == [143]
+
+
 # --- interrupts ---------------------------------------------------------------------------------------------------
 
 

@@ -36,9 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _reader_is_gone():
             raise
         return 1
-    except SystemExit:  # how a parser ends after its help
+    except (
+        SystemExit
+    ) as end:  # how a parser ends after its help, and a server that is told to stop while it starts
         _reader_is_gone()
-        raise
+        if not isinstance(end.code, int):
+            raise
+        status = end.code
     _reader_is_gone()
     if sys.argv[1:2] == ["serve"]:
         end_process(status)
