@@ -36,9 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _reader_is_gone():
             raise
         return 1
-    except (
-        SystemExit
-    ) as end:  # how a parser ends after its help, and a server that is told to stop while it starts
+    except SystemExit as end:  # after a parser's help, and where a server that starts is told to stop
         _reader_is_gone()
         if not isinstance(end.code, int):
             raise
