@@ -170,9 +170,7 @@ def test_tiers_are_emptied_from_the_device_outwards(
     [(["tape", "host", "p2p"], "tiers names 'tape', 'p2p'; this engine has device, host, disk"),
      ([], "tiers names none; this engine has")],
 )  # fmt: skip
-def test_a_tier_that_is_not_there_is_refused_before_anything_is_emptied(
-    tiers: list[str], told: str
-) -> None:
+def test_a_tier_that_is_not_there_is_refused_before_anything_is_emptied(tiers: list[str], told: str) -> None:
     control, scheduler, _, _ = world(held=0)
     with pytest.raises(ValueError, match=told):
         control.reset_prefix_cache_detailed(True, True, tiers)

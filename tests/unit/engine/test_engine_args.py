@@ -154,7 +154,10 @@ def test_parts_may_be_objects_mappings_or_text(folder):
         ({"runner": "pooling"}, "runner='pooling'"),
         ({"convert": "embed"}, "convert='embed'"),
         ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported: only tensor_parallel_size"),
+        (
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size=2 is not supported: only tensor_parallel_size",
+        ),
         ({"block_size": -4}, "block_size"),
         ({"max_model_len": 10**6}, "max_model_len=1000000"),
         ({"dtype": "int8"}, "dtype='int8'"),
