@@ -361,6 +361,10 @@ def test_a_server_told_to_stop_while_it_starts_does_not_take_all_apart_first(mon
     monkeypatch.setattr("sys.argv", ["vllm", "serve"])
     assert main.main() == 143
     assert ended == [143]
+    monkeypatch.setattr(main, "resolve_object", lambda target: lambda argv: sys.exit(0))
+    with pytest.raises(SystemExit):
+        main.main()
+    assert ended == [143], "whoever asks for help may be in the same process, and goes on"
 
 
 # --- interrupts ---------------------------------------------------------------------------------------------------

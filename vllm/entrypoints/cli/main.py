@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final, cast
@@ -17,6 +18,7 @@ from vllm.utils.process_end import end_at_interrupt, end_process
 from vllm.utils.registry import resolve_object
 
 RUN: Final = "vllm.entrypoints.cli.commands:run"
+TOLD_TO_STOP: Final = 128 + signal.SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except SystemExit as end:  # after a parser's help, and where a server that starts is told to stop
         _reader_is_gone()
-        if not isinstance(end.code, int):
+        if end.code != TOLD_TO_STOP:
             raise
-        status = end.code
+        status = TOLD_TO_STOP
     _reader_is_gone()
     if sys.argv[1:2] == ["serve"]:
         end_process(status)
