@@ -230,6 +230,8 @@ def test_pfx_20_aborted_requests_leave_no_blocks_behind() -> None:
         kv.free(req)
     check_invariants(kv, at_rest=True)
     assert len(kv.block_pool.cached_block_hash_to_block) == 0
+    again = request("again", range(999, 1019), hash_block=4)
+    assert admit(kv, again) == 0, "nothing of what was never computed is found"
 
 
 def test_pfx_05_a_long_shared_prefix_hits_on_a_model_of_several_groups() -> None:

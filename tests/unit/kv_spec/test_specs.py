@@ -68,6 +68,13 @@ def test_alignment_rounds_the_page_of_latents_up() -> None:
     assert spec.real_page_size_bytes == 584
 
 
+@pytest.mark.parametrize(
+    ("content", "alignment", "page"), [(584, 576, 1152), (528, 512, 1024), (288, 512, 512)]
+)
+def test_rows_of_the_releases_have_their_pages(content: int, alignment: int, page: int) -> None:
+    assert mla(block_size=1, state_content_bytes=content, alignment=alignment).page_size_bytes == page
+
+
 def test_alignment_follows_a_new_block_size() -> None:
     spec = mla(block_size=4, state_content_bytes=584, alignment=576)
     assert spec.copy_with_new_block_size(1).page_size_bytes == 1152

@@ -31,10 +31,18 @@ RELEASE = {
 }
 
 
-@pytest.mark.parametrize(("tp", "block_size"), [(1, 4352), (4, 1152), (8, 640)])
-def test_glm_release_groups(tp: int, block_size: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "latents", "block_size"),
+    [
+        (1, torch.bfloat16, 4352),
+        (4, torch.bfloat16, 1152),
+        (8, torch.bfloat16, 640),
+        (8, torch.float8_e4m3fn, 1152),
+    ],
+)
+def test_glm_release_groups(tp: int, latents: torch.dtype, block_size: int) -> None:
     settings = ModelSettings(
-        dtype=torch.bfloat16, cache_dtype=torch.bfloat16, max_model_len=4096, tp_size=tp, gpu_storage=True
+        dtype=torch.bfloat16, cache_dtype=latents, max_model_len=4096, tp_size=tp, gpu_storage=True
     )
     specs = glm_kv_specs(RELEASE, settings)
     groups = get_kv_cache_groups(plan_config(), specs)

@@ -51,13 +51,13 @@ def test_sch_01_a_loaded_request_is_promoted_whatever_the_queue_head_does() -> N
 def test_sch_02_abort_during_an_async_load_frees_exactly_once(
     looks_ahead: bool, reported_first: bool
 ) -> None:
-    driver, connector, loads = with_connector(80, looks_ahead=looks_ahead)
+    driver, connector, loads = with_connector(400, looks_ahead=looks_ahead)
     scheduler = driver.scheduler
     connector.stores_on_finish = False
     connector.remember(prompt(16, 1))
-    driver.add("other", prompt(5), max_tokens=200)
+    driver.add("other", prompt(5), max_tokens=1000)
     driver.step()
-    for attempt in range(30):
+    for attempt in range(200):
         loads.hold = not reported_first
         name = f"r{attempt}"
         driver.add(name, [*prompt(16, 1), 7], max_tokens=2)
@@ -80,6 +80,24 @@ def test_sch_02_abort_during_an_async_load_frees_exactly_once(
     scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
     driver.run()
     assert driver.outputs["other"] == expected_output(prompt(5), len(driver.outputs["other"]))
+    driver.assert_at_rest()
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_pfx_20_after_a_thousand_aborts_the_next_answer_is_right(looks_ahead: bool) -> None:
+    driver = Driver(make_scheduler([full(4), window(4, 8)], 40, looks_ahead=looks_ahead))
+    free = driver.free_blocks()
+    for number in range(1000):
+        driver.add(f"r{number}", prompt(16, number % 7), max_tokens=2)
+        driver.schedule()
+        driver.scheduler.finish_requests(f"r{number}", RequestStatus.FINISHED_ABORTED)
+        while driver.in_flight:
+            driver.apply()
+    driver.run()
+    assert driver.free_blocks() == free
+    driver.add("next", prompt(16, 3), max_tokens=8)
+    driver.run()
+    assert driver.outputs["next"] == expected_output(prompt(16, 3), 8)
     driver.assert_at_rest()
 
 

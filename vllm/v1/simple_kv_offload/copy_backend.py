@@ -1,6 +1,7 @@
 """The table of region copy backends, and the public name of the CUDA one. Layer L6.
 
-A new backend is a file in `copy_backends` and a line here; it must pass the contract tests.
+A new backend is a file in `copy_backends` and a line here; it must pass the contract tests. The disk is none of them, since one
+of its sides is a file: `disk_backend` makes it, and it passes the same tests.
 """
 
 from __future__ import annotations
