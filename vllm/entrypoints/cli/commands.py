@@ -59,6 +59,8 @@ def run(args: list[str]) -> int:
         raise_at_interrupt()
     try:
         return command(rest)
+    except BrokenPipeError:
+        raise  # `main` knows whether the reader of the output has gone, which no error tells of
     except (ValueError, TypeError, OSError, ImportError, VLLMError) as error:
         return _fail(name, error, error_text(error))
     except EngineStartError as error:

@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(list(argv))
     try:
         status = run(sys.argv[1:])
-    except BrokenPipeError:
+    except BrokenPipeError as error:
         if not _reader_is_gone():
-            raise
+            print(f"vllm: error: {error}", file=sys.stderr)
         return 1
     except SystemExit as end:  # after a parser's help, and where a server that starts is told to stop
         _reader_is_gone()
