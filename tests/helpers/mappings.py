@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
 
 
@@ -17,6 +19,18 @@ def mapping_of(address: int) -> dict[str, int]:
         elif inside and len(rest) == 2 and rest[1] == "kB":
             found[first[:-1]] = int(rest[0]) << 10
     return found
+
+
+def resident_bytes(address: int, size: int) -> int:
+    """Bytes of the pages of this range that are there. A mapping may have more: the system joins neighbours."""
+    first = address // mmap.PAGESIZE
+    num_pages = -(-(address + size) // mmap.PAGESIZE) - first
+    there = (ctypes.c_ubyte * num_pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    if libc.mincore(first * mmap.PAGESIZE, num_pages * mmap.PAGESIZE, there):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(page & 1 for page in there) * mmap.PAGESIZE
 
 
 def anonymous_bytes() -> int:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.mappings import mapping_of
+from tests.helpers.mappings import resident_bytes
 from tests.helpers.offload_parts import Byte, full
 from tests.helpers.offload_rig import Rig, prompt
 from tests.helpers.rank_rig import RankRig
@@ -40,7 +40,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def there(region: torch.Tensor) -> int:
-    return mapping_of(region.data_ptr())["Rss"]
+    return resident_bytes(region.data_ptr(), region.numel())
 
 
 def faults_of_copy(target: torch.Tensor, rows: range) -> int:
@@ -76,15 +76,24 @@ def test_rows_behind_those_in_use_are_there_and_not_more(region: torch.Tensor, a
         assert sure <= there(region) <= (last + 1 + AHEAD_ROWS) * ROW_BYTES + PIECE_BYTES
     ahead.use(ROWS - 1)
     wait_until(lambda: ahead.num_bytes == ROWS * ROW_BYTES)
-    taken = mapping_of(region.data_ptr())
-    assert taken["Rss"] == taken["Size"]
+    assert there(region) >= region.numel()
 
 
-def test_a_store_into_what_is_there_meets_no_page_fault(region: torch.Tensor, ahead: Prefault) -> None:
-    wait_until(lambda: ahead.num_bytes >= AHEAD_ROWS * ROW_BYTES)
-    assert faults_of_copy(region, range(AHEAD_ROWS)) <= 2
-    cold = torch.frombuffer(mmap.mmap(-1, AHEAD_ROWS * ROW_BYTES), dtype=torch.int8).view(-1, ROW_BYTES)
-    assert faults_of_copy(cold, range(AHEAD_ROWS)) > 2
+def small_pages() -> torch.Tensor:
+    """Memory without huge pages, where each page that is not there is a fault."""
+    return torch.frombuffer(mmap.mmap(-1, AHEAD_ROWS * ROW_BYTES), dtype=torch.int8).view(-1, ROW_BYTES)
+
+
+def test_a_store_into_what_is_there_meets_no_page_fault() -> None:
+    region = small_pages()
+    ahead = Prefault([region], None)
+    wait_until(lambda: ahead.num_bytes == region.numel())
+    ahead.close()
+    faults = faults_of_copy(region, range(AHEAD_ROWS))
+    of_new_memory = faults_of_copy(small_pages(), range(AHEAD_ROWS))
+    assert of_new_memory >= region.numel() // mmap.PAGESIZE
+    # The system may take single pages away meanwhile, and the call itself touches some of its own.
+    assert faults <= of_new_memory // 50
 
 
 def test_bytes_stay_while_others_write(region: torch.Tensor) -> None:
