@@ -9,18 +9,20 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.helpers.engine_configs import engine_args, engine_config, offload_settings
+from tests.helpers.engine_configs import engine_args, engine_config, offload_settings, prompt_of
 from tests.helpers.faulty_executors import DEADLY, POISON, SLOW_STORE_S
+from tests.helpers.scripted_offload import new_script, scripted
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.core_io import Arrival
 from vllm.v1.engine.core_main import CoreStart
-from vllm.v1.engine.core_proc import EngineCoreProc
+from vllm.v1.engine.core_proc import LATE_ENDS_TICK_S, EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -207,6 +209,28 @@ def test_an_abort_never_ends_a_later_request_of_the_same_id() -> None:
             for outputs in (core.core.step_fn()[0] or {}).values():
                 tokens += [token for output in outputs.outputs for token in output.new_token_ids]
         assert len(tokens) == 3
+    finally:
+        core.close()
+
+
+def test_an_idle_core_hears_that_a_copy_that_was_given_up_has_ended() -> None:
+    script = new_script()
+    config = engine_config(kv_transfer_config=scripted(transfer_timeout_s=0.01))
+    core = EngineCoreProc(config, Executor.get_class(config), False, 0, lambda _: None)
+    core._sockets = SimpleNamespace(send=lambda *_: None, close=lambda: None)  # type: ignore[assignment]
+    _, request = InputProcessor(config, None).process_inputs("a", prompt_of(100), greedy(1))
+    try:
+        core._apply_arrival(Arrival(EngineCoreRequestType.ADD, MsgpackEncoder().encode(request)))
+        while core._step() or core.core.has_work():
+            time.sleep(0.001)
+        assert script.workers[0].jobs, "a store that does not end"
+        assert core._next_pause(False) == LATE_ENDS_TICK_S
+        core._step()
+        assert core._next_pause(False) == LATE_ENDS_TICK_S, "it has not ended"
+        script.workers[0].run()
+        core._step()
+        assert not script.manager.storing
+        assert core._next_pause(False) is None
     finally:
         core.close()
 

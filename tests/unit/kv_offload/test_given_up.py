@@ -246,3 +246,93 @@ def test_a_deadline_of_ones_own() -> None:
     assert worker._mover._deadline_s == 3
     with pytest.raises(ValueError, match="transfer_timeout_s"):
         make(options={"transfer_timeout_s": 0})
+
+
+def stuck(rig: Rig, script: Script) -> set[int]:
+    """Ids of the device blocks that a load holds which was given up; its request has ended."""
+    request, (job,) = loading(rig, script)
+    give_up(rig)
+    run_without_copies(rig, request)
+    return set(job.blocks.block_ids)
+
+
+def test_a_request_that_needs_the_blocks_of_a_load_that_never_ends_is_ended() -> None:
+    script = new_script()
+    rig = rig_with_clock(device_blocks=14)  # thirteen to give
+    held = stuck(rig, script)
+    assert rig.connector.given_up_blocks() == held
+    big, small = rig.add(prompt(50, seed=31)), rig.add(prompt(12, seed=32), max_tokens=2)
+    run_without_copies(rig, big, max_steps=3)
+    run_without_copies(rig, small)
+    rig.check_output(small)
+    error = rig.ends[big.request_id].error
+    assert (error.code, error.retryable) == ("kv_cache_blocked", True)
+    assert "of 50 tokens" in error.message
+    assert "13 blocks" in error.message
+    assert f"hold {len(held)}" in error.message
+    end_after_all(rig, script.workers[0])
+    settle(rig, script)
+    assert rig.connector.given_up_blocks() == set()
+    rig.generate(prompt(50, seed=33), max_tokens=1)
+
+
+def test_a_running_request_that_grows_into_blocks_that_never_come_back_is_ended() -> None:
+    script = new_script()
+    rig = rig_with_clock(device_blocks=14)
+    held = stuck(rig, script)
+    growing = rig.add(prompt(4 * (13 - len(held)) - 2, seed=41), max_tokens=12)
+    for _ in range(6):
+        rig.step(copies=False)
+    assert growing.status is RequestStatus.RUNNING, "its own blocks are stored: that may give some back"
+    give_up(rig)
+    run_without_copies(rig, growing, max_steps=4)
+    assert growing.status is RequestStatus.FINISHED_ERROR
+    assert rig.ends[growing.request_id].error.code == "kv_cache_blocked"
+    assert rig.outputs[growing.request_id], "it went on as far as there was room"
+    end_after_all(rig, script.workers[0])
+    settle(rig, script)
+
+
+def test_what_no_pool_could_hold_is_the_fault_of_the_request_alone() -> None:
+    script = new_script()
+    rig = rig_with_clock(device_blocks=14)
+    big = rig.add(prompt(60, seed=51))
+    run_without_copies(rig, big, max_steps=3)
+    error = rig.ends[big.request_id].error
+    assert (error.code, error.retryable) == ("kv_cache_too_small", False)
+    settle(rig, script)
+
+
+def test_a_request_waits_for_a_load_that_may_still_end_in_time() -> None:
+    script = new_script()
+    rig = rig_with_clock(device_blocks=14)
+    request, _ = loading(rig, script)
+    rig.abort(request)
+    big = rig.add(prompt(50, seed=61), max_tokens=1)
+    for _ in range(10):
+        rig.step(copies=False)
+    assert big.status is RequestStatus.WAITING
+    end_after_all(rig, script.workers[0])
+    rig.run()
+    rig.check_output(big)
+    settle(rig, script)
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_the_workers_are_to_be_asked_while_a_job_may_end_late(what: str) -> None:
+    script = new_script()
+    rig = rig_with_clock()
+    assert not rig.scheduler.awaits_late_ends()
+    if what == "load":
+        request, _ = loading(rig, script)
+    else:
+        request = rig.add(TOKENS)
+        store_begins(rig, script)
+    give_up(rig)
+    run_without_copies(rig, request)
+    rig.step(copies=False)
+    assert rig.scheduler.awaits_late_ends()
+    assert not rig.scheduler.has_requests(), "now and then is enough"
+    end_after_all(rig, script.workers[0])
+    assert not rig.scheduler.awaits_late_ends()
+    settle(rig, script)

@@ -147,8 +147,14 @@ class EngineCore:
 
     def step(self) -> tuple[Outputs, bool]:
         """Schedule, run, apply: one step, finished on return."""
-        if not self.scheduler.has_requests():
-            return {}, False
+        return self._step() if self.scheduler.has_requests() else ({}, False)
+
+    def hear_late_ends(self) -> Outputs:
+        """A step without requests, where copies that were given up may have ended: nobody else asks the workers."""
+        waits = self.scheduler.awaits_late_ends() and not self.has_work() and not self.is_sleeping()
+        return self._step()[0] if waits else {}
+
+    def _step(self) -> tuple[Outputs, bool]:
         scheduler_output = self.scheduler.schedule()
         result: ModelRunnerOutput | Exception
         try:

@@ -44,6 +44,8 @@ logger = init_logger(__name__)
 IDLE_TICK_MIN_S = 0.001
 IDLE_TICK_MAX_S = 0.02
 PAUSED_TICK_MAX_S = 0.1
+LATE_ENDS_TICK_S = 1.0
+"""How often an engine without requests asks for the ends of copies that were given up, while there are such."""
 
 
 class EngineCoreProc:
@@ -123,6 +125,7 @@ class EngineCoreProc:
 
     def _step(self) -> bool:
         if not self.core.has_work():
+            self._send(self.core.hear_late_ends())
             return False
         outputs, ran = self.core.step_fn()
         self._send(outputs)
@@ -138,7 +141,7 @@ class EngineCoreProc:
         if not self.core.has_work():
             self._tick_s = IDLE_TICK_MIN_S
             self.core.go_idle()
-            return None
+            return LATE_ENDS_TICK_S if self.core.scheduler.awaits_late_ends() else None
         pause = self._tick_s
         longest = PAUSED_TICK_MAX_S if self.core.is_scheduler_paused() else IDLE_TICK_MAX_S
         self._tick_s = min(2 * pause, longest)

@@ -5,7 +5,7 @@ Owns their order.  Must not know queues.  Layer: L5 (scheduler).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
@@ -67,6 +67,11 @@ def tiers_below(connector: KVConnectorBase_V1 | None) -> tuple[CacheHitSource, .
 def tier_reports(connector: KVConnectorBase_V1 | None) -> Sequence[TierReport]:
     """The state of the tiers behind the device; none of stand-ins."""
     return connector.get_tier_reports() if isinstance(connector, KVConnectorBase_V1) else ()
+
+
+def given_up_blocks(connector: KVConnectorBase_V1 | None) -> Collection[int]:
+    """Device blocks that may come back late or never; none of stand-ins."""
+    return connector.given_up_blocks() if isinstance(connector, KVConnectorBase_V1) else ()
 
 
 def load_source(connector: KVConnectorBase_V1, request: Request) -> CacheHitSource | None:

@@ -129,6 +129,10 @@ class SchedulerInterface(ABC):
         """True if another step is needed."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
+    def awaits_late_ends(self) -> bool:
+        """True if an empty step now and then is wanted, though none is needed: workers may have something to tell."""
+        return False
+
     @property
     @abstractmethod
     def pause_state(self) -> PauseState:

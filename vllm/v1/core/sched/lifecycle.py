@@ -252,6 +252,10 @@ class RequestLifecycle(SchedulerInterface):
             return True
         return self.connector is not None and self.connector.has_pending_push_work()
 
+    def awaits_late_ends(self) -> bool:
+        connector = self.connector
+        return isinstance(connector, KVConnectorBase_V1) and connector.awaits_late_ends()
+
     # --- arrival ----------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:

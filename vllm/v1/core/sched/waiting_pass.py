@@ -5,12 +5,12 @@ Owns the order in which waiting requests are tried and applies what admission de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.admission import Hit, LookupContext, Verdict, is_blocked, look_up, no_hit
 from vllm.v1.core.sched.chunking import ChunkLimits, fit_chunk
-from vllm.v1.core.sched.connector_calls import external_hit_sources, reported_cached_tokens
+from vllm.v1.core.sched.connector_calls import external_hit_sources, given_up_blocks, reported_cached_tokens
 from vllm.v1.core.sched.load_failures import block_use
 from vllm.v1.core.sched.params import (
     MISFIT_PASSES_MAX,
@@ -71,6 +71,7 @@ class WaitingPass(Results):
             request,
             num_new,
             num_lookahead_tokens=self.params.num_lookahead_tokens,
+            num_encoder_tokens=self._encoder_tokens(request),
             has_scheduled_reqs=bool(self.running),
         )
         if blocks is None:
@@ -202,6 +203,7 @@ class WaitingPass(Results):
             new_computed_blocks=hit.blocks,
             num_lookahead_tokens=self.params.num_lookahead_tokens,
             num_external_computed_tokens=hit.num_external,
+            num_encoder_tokens=self._encoder_tokens(request),
             full_sequence_must_fit=self.params.reserve_full_isl,
             reserved_blocks=self._room_to_grow() + self._owed_to_prefills(),
             has_scheduled_reqs=bool(self.running),
@@ -215,6 +217,12 @@ class WaitingPass(Results):
         self._note_hit(request, hit)
         self._start(request, num_new, plan)
         return Verdict.ADMITTED
+
+    def _encoder_tokens(self, request: Request) -> int:
+        """Tokens of the encoder's output that cross attention keeps: all of them, from the request's first step on."""
+        if not self.kv_cache_manager.counts_encoder_tokens:
+            return 0
+        return sum(request.get_num_encoder_embeds(i) for i in range(len(request.mm_features)))
 
     def _waiting_chunk(self, request: Request, start: int, plan: StepPlan) -> int:
         """Tokens a waiting request would get in this pass, starting at ``start``; 0 if it has to wait."""
@@ -245,6 +253,7 @@ class WaitingPass(Results):
             new_computed_blocks=hit.blocks,
             num_external_computed_tokens=hit.num_external,
             delay_cache_blocks=True,
+            num_encoder_tokens=self._encoder_tokens(request),
             reserved_blocks=self._blocks_spoken_for(request, hit) + self._room_to_grow(),
             has_scheduled_reqs=bool(self.running),
             skip_zeroing_group_ids=connector.get_loaded_kv_cache_group_ids(request)
@@ -372,11 +381,18 @@ class WaitingPass(Results):
         )
 
     def _can_never_fit(self, plan: StepPlan, misfits: Sequence[Request]) -> bool:
-        """True if the whole pool is free and a request still does not fit."""
+        """True if the whole pool is free, but for what nobody can be sure of ever getting back, and a request still
+        does not fit.
+        """
         if self.running or plan.num_scheduled or self.kv_holding_waiting or misfits:
             return False
+        return not self._memory_may_return() and self._all_is_free_but(())
+
+    def _all_is_free_but(self, block_ids: Iterable[int]) -> bool:
+        """True if these blocks and those of copies that were given up are all that are held."""
         pool = self.kv_cache_manager.block_pool
-        return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 and not self._memory_may_return()
+        held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        return held == len({*block_ids, *given_up_blocks(self.connector)})
 
     def _is_alone(self, plan: StepPlan) -> bool:
         """True if no request but one running one holds any block."""
@@ -386,9 +402,7 @@ class WaitingPass(Results):
         """True if the only running request holds every block that is not free, and none will come back."""
         if self._memory_may_return():
             return False
-        pool = self.kv_cache_manager.block_pool
-        held = len(block_use(self.kv_cache_manager, request).spans)
-        return held + pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        return self._all_is_free_but(block_use(self.kv_cache_manager, request).spans)
 
     def _end_stalled(self, request: Request) -> None:
         """Waiting for ever helps nobody: the request ends with an error that names the limit."""
@@ -397,7 +411,12 @@ class WaitingPass(Results):
         message = (
             f"the request of {request.num_tokens} tokens does not fit into the KV cache of {blocks} blocks"
         )
-        self._end_with_error(request, RequestError("kv_cache_too_small", message))
+        error = RequestError("kv_cache_too_small", message)
+        lost = len(given_up_blocks(self.connector))
+        if lost:
+            message += f", of which KV transfers that were given up and have not ended hold {lost}"
+            error = RequestError("kv_cache_blocked", message, retryable=True)
+        self._end_with_error(request, error)
 
 
 __all__ = ["WaitingPass"]

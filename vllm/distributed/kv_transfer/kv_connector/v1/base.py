@@ -260,6 +260,14 @@ class SchedulerHalf(ABC):
         """True: blocks will come back by themselves, so wait rather than preempt."""
         return False
 
+    def given_up_blocks(self) -> Collection[int]:
+        """Device blocks that copies which were given up may write still: they come back when such a copy ends, or never."""
+        return ()
+
+    def awaits_late_ends(self) -> bool:
+        """True: the workers are to be asked now and then even if nothing runs, as copies that were given up may end."""
+        return False
+
     def has_pending_push_work(self) -> bool:
         """True keeps the engine stepping with empty batches."""
         return False

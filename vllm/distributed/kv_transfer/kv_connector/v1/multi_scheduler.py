@@ -182,6 +182,12 @@ class MultiSchedulerHalf(SchedulerHalf):
     def has_pending_block_frees(self) -> bool:
         return any(child.has_pending_block_frees() for child in self._connectors)
 
+    def given_up_blocks(self) -> Collection[int]:
+        return {block for child in self._connectors for block in child.given_up_blocks()}
+
+    def awaits_late_ends(self) -> bool:
+        return any(child.awaits_late_ends() for child in self._connectors)
+
     def has_pending_push_work(self) -> bool:
         return any(child.has_pending_push_work() for child in self._connectors)
 

@@ -5,7 +5,7 @@ Owns the choice of groups and of names. It must not decide anything about blocks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -134,6 +134,13 @@ class OffloadingConnector(SimpleCPUOffloadConnector):
         if self._outside is not None:
             self._outside.add_figures(stats)
         return stats
+
+    def given_up_blocks(self) -> Collection[int]:
+        return () if self._outside is None else self._outside.given_up.device_blocks
+
+    def awaits_late_ends(self) -> bool:
+        given_up = None if self._outside is None else self._outside.given_up
+        return given_up is not None and (given_up.has_load or given_up.has_store)
 
     def shutdown(self) -> None:
         super().shutdown()

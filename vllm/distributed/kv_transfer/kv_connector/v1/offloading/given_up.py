@@ -49,6 +49,13 @@ class GivenUpJobs:
         """Whether a job with a lower number may still copy."""
         return any(other < job for other in (*self._loads, *self._stores))
 
+    @property
+    def device_blocks(self) -> set[int]:
+        """Ids of the device blocks that are held; O(blocks)."""
+        return {
+            block.block_id for lease in self._holds.values() for block in lease.blocks if not block.is_null
+        }
+
     def hold(self, job: int, lease: Lease) -> None:
         """The blocks of the lease are nobody else's until the job is over."""
         self._holds[job] = lease
