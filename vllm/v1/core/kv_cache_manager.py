@@ -96,6 +96,7 @@ class KVCacheManager:
         )
         managers = self.coordinator.single_type_managers
         self.num_kv_cache_groups = len(managers)
+        self.counts_encoder_tokens = any(manager.counts_encoder_tokens for manager in managers)
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in managers))
         # Keeping a state at a junction costs a chunk boundary, so that it is asked for; keeping a window costs nothing.
         self._finds_junctions = enable_mamba_shared_prefix_checkpoint or all(
