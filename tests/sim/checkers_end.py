@@ -8,7 +8,7 @@ from tests.sim.params import Outside
 from tests.sim.restart import check_kept
 from tests.sim.run import Run
 from vllm.v1.core.block_hash import make_block_hash_with_group_id
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import is_full_attention_spec
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
 
@@ -132,7 +132,7 @@ def _check_chains(run: Run, offload: SimpleCPUOffloadScheduler) -> None:
     """
     index = offload.tier.pool.cached_block_hash_to_block
     for group_id, spec in enumerate(run.params.specs):
-        if not isinstance(spec, FullAttentionSpec):
+        if not is_full_attention_spec(spec):
             continue
         per_block = run.params.tokens_per_block(spec) // run.world.hash_block_size
         for request in run.requests.values():

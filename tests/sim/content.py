@@ -1,6 +1,6 @@
 """What belongs into a slot: fingerprints of exact prefixes, and the pure function that is the model.
 
-A fingerprint names salt, adapter and every token up to a position, so two prefixes share one only if they are equal.
+A fingerprint names salt, adapter, encoder input and every token up to a position, so two prefixes share one only if they are equal.
 The next token depends on the fingerprint of the visible context and on nothing else.
 """
 
@@ -23,10 +23,10 @@ def extend(fingerprint: int, token: int) -> int:
     return (mixed ^ (mixed >> 29)) & _MASK
 
 
-def root(salt: str | None, adapter: str | None) -> int:
-    """The fingerprint of the empty prefix."""
+def root(salt: str | None, adapter: str | None, encoder: str | None = None) -> int:
+    """The fingerprint of the empty prefix; what an encoder has read is part of every prefix."""
     value = 7
-    for char in f"{salt or ''}|{adapter or ''}":
+    for char in f"{salt or ''}|{adapter or ''}" + (f"|{encoder}" if encoder else ""):
         value = extend(value, ord(char))
     return value
 

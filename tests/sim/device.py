@@ -13,11 +13,8 @@ from tests.sim.content import Chain, in_group
 from tests.sim.failure import require
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
     HiSparseHotSpec,
-    HiSparseResidentSpec,
     KVCacheSpec,
-    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -123,6 +120,23 @@ class Rows:
     void: bool = False
     drafts: list[int] = field(default_factory=list)
     """The last tokens of `chain`, which are only tried."""
+    prompt_end: int = 0
+    """Tokens of the prompt."""
+    encoder: tuple[int, ...] = ()
+    """What the encoder has said of the request's input, by position."""
+    encodes: bool = False
+    """The encoder runs in this step."""
+    counted_end: int = 0
+    """`end` as the scheduler counts, which takes drafts under way for accepted: so it chose the column of a state."""
+    state_end: int = 0
+    """`counted_end` of the step that left the state from which this one goes on."""
+    state_row: int = 0
+    """How many of that step's drafts were accepted: in which of its rows that state is."""
+
+    @property
+    def known_end(self) -> int:
+        """Where the tokens end that are not only tried."""
+        return self.end - len(self.drafts)
 
     def stamp(self, group: int, num_tokens: int, shard: int) -> int:
         """What a group must hold for the prefix of that many tokens."""
@@ -156,6 +170,9 @@ class Group:
 
     shard = 0
     """Which of the different bytes of its layers the rank holds."""
+    layer = 0
+    num_layers = 1
+    """Of the layers whose rows lie in a page one after the other, and which of them this is."""
 
     def __init__(self, group_id: int, spec: KVCacheSpec, context: Context) -> None:
         self.group_id = group_id
@@ -163,6 +180,14 @@ class Group:
         self.context = context if spec.dcp_sharded else NO_SPLIT
         self.block_size = spec.block_size * self.context.ranks
         self.cacheable = spec.prefix_cacheable
+
+    def holds(self, shard: int) -> None:
+        """Of the different bytes of its layers, the rank holds these."""
+        self.shard = shard
+
+    def is_layer(self, layer: int, num_layers: int) -> None:
+        """Its rows are those of one layer among several."""
+        self.layer, self.num_layers = layer, num_layers
 
     def before(self, memory: Memory, rows: Rows) -> None:
         """Reads that happen before anything is written."""
@@ -173,19 +198,42 @@ class Group:
     def read(self, memory: Memory, rows: Rows) -> None:
         """Reads of the queries, after all writes of the step."""
 
+    def accept(self, memory: Memory, rows: Rows, num_accepted: int) -> None:
+        """What happens once it is known how many drafts were right."""
+
     def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
         """Slot → stamp of the cached block that ends with the last of these prefixes (or in the middle of it)."""
         end = len(prints) - 1
         start = (end - 1) // self.block_size * self.block_size
         return {
-            p - start: versioned(in_group(prints[p + 1], self.group_id), version, self.shard)
+            self._row(p - start): self._of_layer(
+                versioned(in_group(prints[p + 1], self.group_id), version, self.shard)
+            )
             for p in range(start, end)
             if self.context.has(p)
         }
 
+    def _row(self, slot: int) -> int:
+        """Where in a page the layer has its row for a slot."""
+        return self.layer * self.block_size + slot
+
+    def _of_layer(self, stamp: int) -> int:
+        """Layers hold different bytes."""
+        return stamp if stamp == POISON else stamp ^ (self.layer * 0x9E3779B1)
+
+    def _put(self, memory: Memory, block: int, slot: int, stamp: int) -> None:
+        """Write the row of a token."""
+        size = self.block_size * self.num_layers
+        memory.page(block).write(self.group_id, size, self._row(slot), self._of_layer(stamp))
+
     def _expect(self, memory: Memory, rows: Rows, block: int, slot: int, num_tokens: int) -> None:
-        got = memory.page(block).read(self.group_id, slot) if block else POISON
-        if rows.void or not rows.trusted or got == rows.stamp(self.group_id, num_tokens, self.shard):
+        stamp = rows.stamp(self.group_id, num_tokens, self.shard)
+        self._compare(memory, rows, (block, slot), stamp, f"token {num_tokens - 1}")
+
+    def _compare(self, memory: Memory, rows: Rows, at: tuple[int, int], stamp: int, what_for: str) -> None:
+        block, slot = at
+        got = memory.page(block).read(self.group_id, self._row(slot)) if block else POISON
+        if rows.void or not rows.trusted or got == self._of_layer(stamp):
             return
         if rows.shadowed:
             rows.void = True
@@ -195,7 +243,7 @@ class Group:
         require(
             False,
             "I6",
-            f"{rows.request_id} computes [{rows.start}, {rows.end}) and reads {what} for token {num_tokens - 1} in {where}",
+            f"{rows.request_id} computes [{rows.start}, {rows.end}) and reads {what} for {what_for} in {where}",
         )
 
 
@@ -215,7 +263,7 @@ class RowGroup(Group):
             if block == 0 or not self.context.has(position):
                 continue
             stamp = rows.stamp(self.group_id, position + 1, self.shard)
-            memory.page(block).write(self.group_id, self.block_size, position % self.block_size, stamp)
+            self._put(memory, block, position % self.block_size, stamp)
 
     def read(self, memory: Memory, rows: Rows) -> None:
         for position in range(self.first_visible(rows), rows.end):
@@ -245,17 +293,38 @@ class ChunkGroup(RowGroup):
 
 
 class StateGroup(Group):
-    """One state per block: read at the chunk's start, written at its end, never changed in between."""
+    """One state per block: read at the chunk's start, written at its end, never changed in between.
+
+    A step with drafts leaves a state after each of them: the one after the known tokens in the column of the step's
+    end, those after the drafts in the columns behind it, whatever their positions. The next step goes on from the row
+    of the last draft that was accepted; a state at a block's end that was passed is brought to its own column.
+    """
 
     def before(self, memory: Memory, rows: Rows) -> None:
         if rows.start > 0:
-            block = rows.block(self.group_id, (rows.start - 1) // self.block_size)
+            block = rows.block(self.group_id, self._column(rows.state_end) + rows.state_row)
             self._expect(memory, rows, block, 0, rows.start)
 
     def write(self, memory: Memory, rows: Rows) -> None:
-        block = rows.block(self.group_id, (rows.end - 1) // self.block_size)
-        require(block != 0, "I6", f"{rows.request_id} has no block for its state after {rows.end} tokens")
-        memory.page(block).write(self.group_id, 1, 0, rows.stamp(self.group_id, rows.end, self.shard))
+        for row in range(1 + len(rows.drafts)):
+            num_tokens = rows.known_end + row
+            block = rows.block(self.group_id, self._column(rows.counted_end) + row)
+            require(
+                block != 0, "I6", f"{rows.request_id} has no block for its state after {num_tokens} tokens"
+            )
+            memory.page(block).write(self.group_id, 1, 0, rows.stamp(self.group_id, num_tokens, self.shard))
+
+    def accept(self, memory: Memory, rows: Rows, num_accepted: int) -> None:
+        for row in range(1 + num_accepted):
+            num_tokens, column = rows.known_end + row, self._column(rows.counted_end) + row
+            target = rows.block(self.group_id, self._column(num_tokens))
+            if num_tokens % self.block_size or not target or column == self._column(num_tokens):
+                continue
+            state = memory.page(rows.block(self.group_id, column)).read(self.group_id, 0)
+            memory.page(target).write(self.group_id, 1, 0, state)
+
+    def _column(self, num_tokens: int) -> int:
+        return (num_tokens - 1) // self.block_size
 
     def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
         return {0: versioned(in_group(prints[-1], self.group_id), version, self.shard)}
@@ -264,9 +333,8 @@ class StateGroup(Group):
 class RingGroup(Group):
     """Rows of the group of tokens that is still open, at position modulo capacity; read before written."""
 
-    def __init__(self, group_id: int, spec: KVCacheSpec, context: Context, ratio: int) -> None:
-        super().__init__(group_id, spec, context)
-        self.ratio = min(ratio, spec.block_size)
+    ratio = 1
+    """Tokens of a group."""
 
     def write(self, memory: Memory, rows: Rows) -> None:
         block = rows.block(self.group_id, 0)
@@ -276,7 +344,7 @@ class RingGroup(Group):
             for earlier in range(position // self.ratio * self.ratio, position):
                 self._expect(memory, rows, block, earlier % self.block_size, earlier + 1)
             stamp = rows.stamp(self.group_id, position + 1, self.shard)
-            memory.page(block).write(self.group_id, self.block_size, position % self.block_size, stamp)
+            self._put(memory, block, position % self.block_size, stamp)
 
 
 class ResidentGroup(RowGroup):
@@ -321,34 +389,6 @@ class HotGroup(Group):
     @staticmethod
     def _owner(rows: Rows, index: int) -> int:
         return int.from_bytes(f"{rows.request_id} {index}".encode())
-
-
-def make_groups(
-    specs: Sequence[KVCacheSpec],
-    ring_ratio: int,
-    shards: Sequence[int] | None = None,
-    context: Context = NO_SPLIT,
-) -> list[Group]:
-    """The kinds' use of memory, by group."""
-    groups: list[Group] = []
-    for group_id, spec in enumerate(specs):
-        if isinstance(spec, MambaSpec):
-            groups.append(StateGroup(group_id, spec, context))
-        elif isinstance(spec, CircularBufferSpec):
-            groups.append(RingGroup(group_id, spec, context, ring_ratio))
-        elif isinstance(spec, HiSparseResidentSpec):
-            groups.append(ResidentGroup(group_id, spec, context))
-        elif isinstance(spec, HiSparseHotSpec):
-            groups.append(HotGroup(group_id, spec, context))
-        elif isinstance(spec, SlidingWindowSpec):
-            groups.append(WindowGroup(group_id, spec, context))
-        elif isinstance(spec, ChunkedLocalAttentionSpec):
-            groups.append(ChunkGroup(group_id, spec, context))
-        else:
-            groups.append(RowGroup(group_id, spec, context))
-    for group, shard in zip(groups, shards or [0] * len(groups), strict=True):
-        group.shard = shard
-    return groups
 
 
 def forward(memory: Memory, groups: Sequence[Group], batch: Sequence[Rows]) -> None:

@@ -82,7 +82,7 @@ class OtherEngine(MiniEngine):
     def fill(self, slot: int, key: bytes, parts: int = 1) -> None:
         """All rows on all ranks, or with more parts only the first rows on the first ranks."""
         group = self._worker.groups[get_group_id(BlockHashWithGroupId(key))]
-        size = 1 if isinstance(group, StateGroup) else group.block_size
+        size = 1 if isinstance(group, StateGroup) else group.block_size * group.num_layers
         hosts = self._worker.hosts
         for rank, memory in enumerate(hosts[: -(-len(hosts) // parts)]):
             rows = list(self._stamps(rank, key, self._filled_with[slot]).items())

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tests.sim.copies import Lanes
-from tests.sim.device import Context, Group, Memory, Page, make_groups
+from tests.sim.device import Context, Group, Memory, Page
 from tests.sim.failure import SimFailure
+from tests.sim.kinds import layer_names, make_groups
 from tests.sim.params import SimParams
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
@@ -23,6 +24,7 @@ def shard_of(spec: KVCacheSpec, rank: int, params: SimParams) -> int:
     ranks, split = params.ranks, params.dcp if spec.dcp_sharded else 1
     if not spec.prefix_cacheable:
         return rank
+    spec = spec.kind_spec
     if isinstance(spec, MambaSpec):
         return 0 if spec.tp_replicated else rank
     assert isinstance(spec, AttentionSpec)
@@ -72,7 +74,7 @@ def host_memories(params: SimParams) -> list[Memory]:
     num_slots = max(1, params.host_blocks)
     if not params.shared:
         return [Memory(num_slots) for _ in range(params.ranks)]
-    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(params.specs)]
+    groups = [KVCacheGroupSpec(layer_names(i, spec), spec) for i, spec in enumerate(params.specs)]
     plan = KVCacheConfig(params.device_blocks, [], groups)
     pages = Memory(count_shards(params) * num_slots).pages
     memories: list[Memory] = []

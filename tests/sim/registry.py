@@ -1,4 +1,4 @@
-"""What each block hash stands for, learnt from the requests themselves: (salt, adapter) and the exact tokens."""
+"""What each block hash stands for, learnt from the requests themselves: (salt, adapter, encoder input) and the exact tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vllm.v1.request import Request
 
 @dataclass(frozen=True)
 class Meaning:
-    """The prefix behind a hash. `identity` is (salt, adapter)."""
+    """The prefix behind a hash. `identity` is (salt, adapter, encoder input)."""
 
-    identity: tuple[str | None, str | None]
+    identity: tuple[str | None, str | None, str | None]
     tokens: tuple[int, ...]
 
 
@@ -40,7 +40,8 @@ class HashRegistry:
         if known == len(hashes):
             return
         adapter = None if request.lora_request is None else request.lora_request.lora_name
-        identity = (request.cache_salt, adapter)
+        encoder = request.mm_features[0].identifier if request.mm_features else None
+        identity = (request.cache_salt, adapter, encoder)
         tokens = tuple(request.all_token_ids)
         for i in range(known, len(hashes)):
             meaning = Meaning(identity, tokens[: (i + 1) * self.unit])

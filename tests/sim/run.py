@@ -169,7 +169,7 @@ class Run(TierResetRun, SharedRun):
         if truth.request_id in self.truths:
             return
         self.truths[truth.request_id] = self._open[truth.request_id] = truth
-        self.worker.identities[truth.request_id] = (truth.salt, truth.adapter)
+        self.worker.identities[truth.request_id] = truth.identity
         request = make_request(truth, self.world.clock.time(), self.world.hasher)
         self.requests[truth.request_id] = request
         self.registry.learn(request)
@@ -252,9 +252,11 @@ class Run(TierResetRun, SharedRun):
                 first, last = start // size, (end - 1) // size
                 if isinstance(group, RingGroup | HotGroup):
                     first, last = 0, len(table) - 1
-                elif isinstance(group, StateGroup):
+                elif isinstance(group, StateGroup) and self.params.num_spec_tokens == 0:
                     first = last
-                by_position = not isinstance(group, RingGroup | HotGroup | StateGroup)
+                elif isinstance(group, StateGroup):
+                    last += self.params.num_spec_tokens
+                by_position = not isinstance(group, RingGroup | HotGroup)
                 for column in range(first, min(last + 1, len(table))):
                     if table[column]:
                         ends[table[column]] = min((column + 1) * size, end) if by_position else end

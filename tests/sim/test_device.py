@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.sim.content import Chain, root
-from tests.sim.device import Memory, Rows, forward, make_groups
+from tests.sim.device import Memory, Rows, forward
 from tests.sim.failure import SimFailure
+from tests.sim.kinds import make_groups
 from tests.sim.params import Byte
 from vllm.v1.kv_cache_interface import FullAttentionSpec, HiSparseHotSpec
 

@@ -31,8 +31,15 @@ class WorkerRequest:
     replay_start: int
     cached_end: int
     """Tokens that were cached when the request was admitted; replay does not rewrite them."""
+    state_end: int
+    state_row: int = 0
+    """Where the last state is; see `Rows`."""
     drafts: list[int] = field(default_factory=list)
     """What the drafter says comes next."""
+    prompt_end: int = 0
+    encoder: tuple[int, ...] = ()
+    encodes: bool = True
+    """See `Rows`."""
 
 
 class SimWorker(CopyWorker):
@@ -47,8 +54,8 @@ class SimWorker(CopyWorker):
         self.ghosts: set[str] = set()
         """Requests whose step failed: what later steps compute for them is void."""
         self._replay_tokens = max((s.prefix_replay_tokens for s in params.specs), default=0)
-        self.identities: dict[str, tuple[str | None, str | None]] = {}
-        """(salt, adapter) by request: workers are not told the salt, but fingerprints need it."""
+        self.identities: dict[str, tuple[str | None, str | None, str | None]] = {}
+        """(salt, adapter, encoder input) by request: workers are not told the salt, but fingerprints need it."""
         self.version = 0
 
     def after_a_kill(self) -> SimWorker:
@@ -80,6 +87,8 @@ class SimWorker(CopyWorker):
                 self.marks.hit("copy on write")
             if not fails:
                 forward(memory, groups, batch)
+        sampled = {rows.request_id: self._sample(rows) for rows in batch}
+        self._accept(batch, sampled)
         self._mark_kinds(batch)
         self.submit_copies(step, rng)
         step.executed = True
@@ -88,7 +97,7 @@ class SimWorker(CopyWorker):
         if fails:
             self.ghosts |= set(output.num_scheduled_tokens)
             return
-        step.sampled = {rows.request_id: self._sample(rows) for rows in batch}
+        step.sampled = sampled
 
     def _apply_requests(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_req_ids:
@@ -112,25 +121,28 @@ class SimWorker(CopyWorker):
             if request_id in cached.resumed_req_ids:
                 require(new_ids is not None, "I6", f"resumed {request_id} has no block table")
                 request.tables = [list(ids) for ids in new_ids or ()]
+                request.encodes = True
             elif new_ids is not None:
                 for table, ids in zip(request.tables, new_ids, strict=True):
                     table.extend(ids)
 
     def _add(self, new: NewRequestData) -> None:
         tokens = list(new.prefill_token_ids or new.prompt_token_ids or ())
-        salt, adapter = self.identities[new.req_id]
         require(
             len(new.block_ids) == len(self.groups),
             "I6",
             f"{new.req_id} has tables of {len(new.block_ids)} groups",
         )
         replay_end = new.replay_start + self._replay_tokens if new.replay_start else 0
-        self.requests[new.req_id] = WorkerRequest(
-            Chain(root(salt, adapter), tokens),
+        request = self.requests[new.req_id] = WorkerRequest(
+            Chain(root(*self.identities[new.req_id]), tokens),
             [list(ids) for ids in new.block_ids],
             new.replay_start,
             replay_end,
+            new.num_computed_tokens,
         )
+        request.prompt_end = len(new.prompt_token_ids or ())
+        request.encoder = tuple(p for clip in new.mm_features for p in clip.prints())
 
     def _batch(self, output: SchedulerOutput, version: int, shadowed: bool) -> list[Rows]:
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -147,6 +159,7 @@ class SimWorker(CopyWorker):
                 continue
             request = self.requests[request_id]
             start, end = starts[request_id], starts[request_id] + count
+            counted_end = end
             drafts = self._drafts(request, output.scheduled_spec_decode_tokens.get(request_id, []))
             known = len(request.chain.tokens)
             if self.params.num_spec_tokens and self.params.async_scheduling and end - len(drafts) > known:
@@ -171,8 +184,15 @@ class SimWorker(CopyWorker):
                     version == self.version,
                     shadowed,
                     drafts=drafts,
+                    prompt_end=request.prompt_end,
+                    encoder=request.encoder,
+                    encodes=request.encodes,
+                    counted_end=counted_end,
+                    state_end=request.state_end,
+                    state_row=request.state_row,
                 )
             )
+            request.encodes = False
         return batch
 
     def _drafts(self, request: WorkerRequest, scheduled: list[int]) -> list[int]:
@@ -195,6 +215,16 @@ class SimWorker(CopyWorker):
             self.marks.hit("drafts refused" if len(tokens) <= len(drafts) else "drafts accepted")
         request.drafts = guess_tokens(request.chain.prints[-1], self.params.num_spec_tokens)
         return tokens
+
+    def _accept(self, batch: list[Rows], sampled: dict[str, list[int]]) -> None:
+        """The drafts that were right are computed tokens now, and a state is in the row of the last of them."""
+        for rows in batch:
+            request, num_accepted = self.requests[rows.request_id], max(0, len(sampled[rows.request_id]) - 1)
+            if self.params.num_spec_tokens:
+                for memory, groups in zip(self.devices, self.rank_groups, strict=True):
+                    for group in groups:
+                        group.accept(memory, rows, num_accepted)
+            request.state_end, request.state_row = rows.counted_end, num_accepted
 
     def all_drafts(self) -> DraftTokenIds:
         """What an engine without look-ahead asks for after a step."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.sim.content import ALPHABET, Chain, expected_output, root
+from tests.sim.encoder import Clip, Clips
 from tests.sim.grammar import Constraints, constraint_of
 from tests.sim.params import SimParams
 from tests.sim.retention import Hints
@@ -34,6 +35,8 @@ class Truth:
     """How long its content is worth keeping, as it says."""
     grammar: str | None = None
     """Whether it has a grammar, and whether that can be compiled."""
+    clip: Clip | None = None
+    """What its encoder reads."""
     output: list[int] = field(default_factory=list)
     """The whole answer of an undisturbed run."""
     delivered: list[int] = field(default_factory=list)
@@ -42,6 +45,11 @@ class Truth:
     """The device forgot its cache while the request was in the engine."""
     ended_by: str | None = None
     """Why it may end early: aborted, failed load, failed step, NaN."""
+
+    @property
+    def identity(self) -> tuple[str | None, str | None, str | None]:
+        """What tells its content from that of other requests with the same tokens: salt, adapter, encoder input."""
+        return (self.salt, self.adapter, None if self.clip is None else self.clip.identifier)
 
     @property
     def done(self) -> bool:
@@ -64,6 +72,7 @@ class Workload:
         self._adapters = rng.random() < 0.3
         self._hints = Hints(params.seed, params.kv_retention_share)
         self._constraints = Constraints(params.seed, params.grammars)
+        self._clips = Clips(params.seed, params.encoder_tokens)
         self._count = 0
         self._repeats = rng.choice((0.2, 0.6, 0.8))
         self._memory = 0
@@ -89,10 +98,12 @@ class Workload:
             salt=salt,
             adapter=adapter,
             priority=rng.randint(0, 2),
-            chain=Chain(root(salt, adapter), list(prompt)),
+            chain=Chain(0),
             retention=self._hints.draw(),
             grammar=self._constraints.draw(),
+            clip=self._clips.draw(),
         )
+        truth.chain = Chain(root(*truth.identity), list(prompt))
         truth.output = expected_output(truth.chain, truth.max_tokens, params.max_model_len, truth.ignore_eos)
         return truth
 
@@ -140,5 +151,6 @@ def make_request(truth: Truth, arrival_time: float, hasher: BlockHasher | None) 
         lora_request=lora,
         cache_salt=truth.salt,
         priority=truth.priority,
+        mm_features=None if truth.clip is None else [truth.clip],
         block_hasher=hasher,
     )

@@ -11,6 +11,7 @@ from unittest.mock import patch
 from tests.sim.clock import SimClock
 from tests.sim.events import CapturingPublisher
 from tests.sim.grammar import Grammars
+from tests.sim.kinds import layer_names
 from tests.sim.other_engine import SharedMemory
 from tests.sim.outside import ShelfManager
 from tests.sim.params import Outside, SimParams
@@ -32,7 +33,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_planning import DefaultKVCacheConfigBuilder
-from vllm.v1.core.kv_cache_sizes import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_sizes import (
+    generate_scheduler_kv_cache_config,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -82,7 +87,7 @@ def _model_config(params: SimParams) -> SimpleNamespace:
         original_max_model_len=params.max_model_len,
         is_hybrid=False,
         is_attention_free=False,
-        is_encoder_decoder=False,
+        is_encoder_decoder=params.encoder_tokens > 0,
         is_multimodal_model=False,
         multimodal_config=None,
         runner_type="generate",
@@ -213,7 +218,7 @@ def _vllm_config(params: SimParams) -> VllmConfig:
         ),
         scheduler_config=SchedulerConfig(
             max_model_len=params.max_model_len,
-            is_encoder_decoder=False,
+            is_encoder_decoder=params.encoder_tokens > 0,
             max_num_batched_tokens=params.max_num_batched_tokens,
             max_num_seqs=params.max_num_seqs,
             long_prefill_token_threshold=params.long_prefill_threshold,
@@ -231,6 +236,7 @@ def _vllm_config(params: SimParams) -> VllmConfig:
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )
     config.cache_config.kv_cache_layout = "BLHNC"
+    config.scheduler_config.max_num_encoder_input_tokens = params.encoder_tokens
     config.cache_config.num_gpu_blocks = params.device_blocks
     config.cache_config.kv_retention_share = params.kv_retention_share
     config.parallel_config.tensor_parallel_size = params.ranks
@@ -244,12 +250,14 @@ def build_world(params: SimParams) -> World:
     init_none_hash(HASH_FN)
     config = _vllm_config(params)
     groups = [
-        KVCacheGroupSpec([f"layer{i}"], spec, enable_kv_transfer=spec.transferable)
+        KVCacheGroupSpec(layer_names(i, spec), spec, enable_kv_transfer=spec.transferable)
         for i, spec in enumerate(params.specs)
     ]
     kv_cache_config = DefaultKVCacheConfigBuilder().get_kv_cache_config_from_groups(
         config, groups, params.device_blocks
     )
+    if params.seed % 2:  # else with all layers of a group, which the core may be given too
+        kv_cache_config = generate_scheduler_kv_cache_config([kv_cache_config])
     block_size, hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
     alignment = resolve_cache_hit_alignment_tokens(kv_cache_config, config, block_size, hash_size)
     config.cache_config.hash_block_size = kv_cache_config.hash_block_size = hash_size

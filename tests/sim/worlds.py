@@ -9,7 +9,9 @@ import math
 import random
 from dataclasses import replace
 
+from tests.sim.encoder import with_encoder
 from tests.sim.grammar import draw_grammars
+from tests.sim.kinds import with_other_kinds
 from tests.sim.params import FAULT_ON, FAULT_SITES, Byte, Outside, SimParams, draw_specs, draw_window, fit
 from tests.sim.retention import draw_share
 from tests.sim.rng import Streams
@@ -73,6 +75,7 @@ def draw_params(seed: int) -> SimParams:
     )
     if rng.random() < 0.2:
         params = _load_heavy(params)
+    params = with_encoder(params)
     if not params.chunked_prefill:
         params = replace(params, max_num_batched_tokens=max(48, params.max_num_batched_tokens))
     params = _with_drafts(
@@ -80,7 +83,8 @@ def draw_params(seed: int) -> SimParams:
     )
     params = _with_split_context(_with_kept_disk(_with_lazy_sharers(_with_other_engine(params))))
     params = _with_manager_from_outside(_with_failing_loads(params))
-    return replace(params, grammars=draw_grammars(seed), empties_tiers=_empties(params))
+    params = replace(params, grammars=draw_grammars(seed), empties_tiers=_empties(params))
+    return with_other_kinds(params)
 
 
 def _empties(params: SimParams) -> bool:
@@ -125,7 +129,7 @@ def _with_manager_from_outside(params: SimParams) -> SimParams:
     """An offloading spec of its own in most of the worlds without offload; drawn apart, so that the others stay."""
     rng = Streams(params.seed).stream("outside")
     has_content = params.prefix_caching and any(spec.prefix_cacheable for spec in params.specs)
-    if params.host_blocks or not has_content or rng.random() >= 0.7:
+    if params.host_blocks or params.encoder_tokens or not has_content or rng.random() >= 0.7:
         return params
     faults = params.faults if rng.random() < 0.5 else frozenset()
     # Where everything goes wrong at once, little is ever stored and read again.

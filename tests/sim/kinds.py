@@ -1,0 +1,220 @@
+"""Every kind of KV cache that the registry knows: what the device does for it, and into which worlds it comes.
+
+A kind without a line in `MODELS` cannot be simulated, and one that no seed draws is none that is tested: `test_kinds.py`
+asks for both.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tests.sim.device import (
+    NO_SPLIT,
+    ChunkGroup,
+    Context,
+    Group,
+    HotGroup,
+    Memory,
+    ResidentGroup,
+    RingGroup,
+    RowGroup,
+    Rows,
+    StateGroup,
+    WindowGroup,
+)
+from tests.sim.encoder import CrossGroup, EncoderOnlyGroup
+from tests.sim.params import BEFORE_ALL_KINDS, SimParams
+from tests.sim.planting import Mutant, replaced
+from tests.sim.rng import Streams
+from vllm.v1.core.kv_kinds.full import RSWAManager, SinkFullAttentionManager
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    HiSparseHotSpec,
+    HiSparseResidentSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    replace_as,
+)
+
+_OTHER_FULL = 0.3
+_OTHER_WINDOW = 0.25
+_SEVERAL_LAYERS = 0.12
+
+
+class PromptGroup(RowGroup):
+    """Tokens of the answer read the prompt and a window that ends with them."""
+
+    def read(self, memory: Memory, rows: Rows) -> None:
+        spec = self.spec
+        assert isinstance(spec, RSWASpec)
+        window = max(0, rows.start - spec.rswa_window + 1)
+        for position in range(rows.end):
+            if rows.start >= rows.prompt_end and rows.prompt_end <= position < window:
+                continue
+            if self.context.has(position):
+                block = rows.block(self.group_id, position // self.block_size)
+                self._expect(memory, rows, block, position % self.block_size, position + 1)
+
+
+class LayersGroup(Group):
+    """Several layers with one block table: a page holds the rows of one after those of the other, and is copied whole."""
+
+    def __init__(self, group_id: int, spec: UniformTypeKVCacheSpecs, members: Sequence[Group]) -> None:
+        super().__init__(group_id, spec, members[0].context)
+        self.members = members
+        self.block_size = members[0].block_size
+        self.num_layers = len(members)
+        for layer, member in enumerate(members):
+            member.is_layer(layer, len(members))
+
+    def holds(self, shard: int) -> None:
+        super().holds(shard)
+        for member in self.members:
+            member.holds(shard)
+
+    def before(self, memory: Memory, rows: Rows) -> None:
+        for member in self.members:
+            member.before(memory, rows)
+
+    def write(self, memory: Memory, rows: Rows) -> None:
+        for member in self.members:
+            member.write(memory, rows)
+
+    def read(self, memory: Memory, rows: Rows) -> None:
+        for member in self.members:
+            member.read(memory, rows)
+
+    def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
+        pages = [member.expected_page(prints, version) for member in self.members]
+        return {row: stamp for page in pages for row, stamp in page.items()}
+
+
+MODELS: dict[type[KVCacheSpec], Callable[[int, KVCacheSpec, Context], Group]] = {
+    FullAttentionSpec: RowGroup,
+    MLAAttentionSpec: RowGroup,
+    HiddenStateCacheSpec: RowGroup,
+    SinkFullAttentionSpec: RowGroup,
+    RSWASpec: PromptGroup,
+    SlidingWindowSpec: WindowGroup,
+    SlidingWindowMLASpec: WindowGroup,
+    ChunkedLocalAttentionSpec: ChunkGroup,
+    CircularBufferSpec: RingGroup,
+    MambaSpec: StateGroup,
+    CrossAttentionSpec: CrossGroup,
+    EncoderOnlyAttentionSpec: EncoderOnlyGroup,
+    HiSparseHotSpec: HotGroup,
+    HiSparseResidentSpec: ResidentGroup,
+}
+"""What a layer of exactly this kind does with its blocks."""
+
+
+def make_groups(
+    specs: Sequence[KVCacheSpec],
+    ring_ratio: int,
+    shards: Sequence[int] | None = None,
+    context: Context = NO_SPLIT,
+) -> list[Group]:
+    """The kinds' use of memory, by group."""
+    groups = [_make_group(group_id, spec, context) for group_id, spec in enumerate(specs)]
+    for group, shard in zip(groups, shards or [0] * len(groups), strict=True):
+        group.holds(shard)
+        if isinstance(group, RingGroup):
+            group.ratio = min(ring_ratio, group.spec.block_size)
+    return groups
+
+
+def _make_group(group_id: int, spec: KVCacheSpec, context: Context) -> Group:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        members = [MODELS[type(one)](group_id, one, context) for one in spec.kv_cache_specs.values()]
+        return LayersGroup(group_id, spec, members)
+    return MODELS[type(spec)](group_id, spec, context)
+
+
+def with_other_kinds(params: SimParams) -> SimParams:
+    """Rarer kinds in the place of others that need the same blocks, in some worlds; some groups get several layers whose
+    pages differ. Drawn apart, and last, so that the other worlds stay.
+    """
+    if params.seed in BEFORE_ALL_KINDS:
+        return params
+    rng = Streams(params.seed).stream("other kinds")
+    specs = tuple(_with_layers(_other_kind(spec, rng), rng, i) for i, spec in enumerate(params.specs))
+    return replace(params, specs=specs)
+
+
+def _other_kind(spec: KVCacheSpec, rng: random.Random) -> KVCacheSpec:
+    if type(spec) is FullAttentionSpec and rng.random() < _OTHER_FULL:
+        kind, more = rng.choice(
+            [
+                (MLAAttentionSpec, {"head_size_v": 0}),
+                (HiddenStateCacheSpec, {"head_size_v": 0}),
+                (SinkFullAttentionSpec, {"sink_len": rng.choice((1, 2, 4))}),
+                (SinkFullAttentionSpec, {"sink_len": spec.block_size}),
+                (RSWASpec, {"rswa_window": rng.choice((1, 2, 3, 4))}),
+                (RSWASpec, {"rswa_window": rng.choice((1, 2, 3))}),
+            ]
+        )
+        return replace_as(spec, kind, **more)
+    if type(spec) is SlidingWindowSpec and rng.random() < _OTHER_WINDOW:
+        return replace_as(spec, SlidingWindowMLASpec, head_size_v=0)
+    return spec
+
+
+def _with_layers(spec: KVCacheSpec, rng: random.Random, group: int) -> KVCacheSpec:
+    """The same cache in two or three layers of different width, with latent rows in some where the kind allows it."""
+    rows = isinstance(spec, AttentionSpec) and not isinstance(spec, CircularBufferSpec)
+    if not rows or rng.random() >= _SEVERAL_LAYERS:
+        return spec
+    assert isinstance(spec, AttentionSpec)
+    members = [spec, *(replace(spec, head_size=2 * (n + 2)) for n in range(rng.choice((1, 2))))]
+    if type(spec) is FullAttentionSpec and rng.random() < 0.5:
+        members[-1] = replace_as(spec, MLAAttentionSpec, head_size_v=0)
+    uniform = UniformTypeKVCacheSpecs.from_specs(
+        {f"layer{group}.{n}": member for n, member in enumerate(members)}
+    )
+    assert uniform is not None
+    return uniform
+
+
+def layer_names(group: int, spec: KVCacheSpec) -> list[str]:
+    """The layers of a group."""
+    return list(spec.kv_cache_specs) if isinstance(spec, UniformTypeKVCacheSpecs) else [f"layer{group}"]
+
+
+def _sinks_leave_like_a_window(original: Any) -> Any:
+    """The first tokens are let go once a few more are computed."""
+    del original
+    return lambda self, num_computed_tokens: max(0, num_computed_tokens - 3)
+
+
+def _prompt_leaves_with_the_window(original: Any) -> Any:
+    """The window of the answer is taken for that of the whole request."""
+
+    def remove(self: Any, request_id: str, num_computed: int, num_prompt_tokens: int | None = None) -> None:
+        original(self, request_id, num_computed, num_prompt_tokens and 0)
+
+    return remove
+
+
+KIND_MUTANTS: dict[str, Mutant] = {
+    "sinks leave like a window": replaced(
+        SinkFullAttentionManager, "get_num_skipped_tokens", _sinks_leave_like_a_window
+    ),
+    "prompt leaves with the window": replaced(
+        RSWAManager, "remove_skipped_blocks", _prompt_leaves_with_the_window
+    ),
+}
