@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+from tests.sim.encoder import ENCODER_MUTANTS
+from tests.sim.kinds import KIND_MUTANTS
 from tests.sim.mutants_outside import OUTSIDE_MUTANTS
 from tests.sim.mutants_policy import POLICY_MUTANTS
 from tests.sim.mutants_sched import SCHED_MUTANTS
@@ -380,6 +382,8 @@ def _only_the_chosen_connector_hears(original: Any) -> Any:
 MUTANTS: dict[str, Mutant] = {
     "pinned blocks are kept back": replaced(BlockRetention, "_insert", pinned_blocks_are_kept_back),
     "places are never left": replaced(BlockRetention, "leave", places_are_never_left),
+    **ENCODER_MUTANTS,
+    **KIND_MUTANTS,
     **OUTSIDE_MUTANTS,
     **POLICY_MUTANTS,
     **SCHED_MUTANTS,
