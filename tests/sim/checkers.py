@@ -313,6 +313,8 @@ def check_tier_contents(run: Run, views: Sequence[PoolView]) -> None:
         if seen == view.entries:
             continue
         for block_id, key in sorted(set(view.entries).difference(seen or ())):
+            if run.worker.groups[get_group_id(key)].num_layers > 1:
+                run.marks.hit("page of several layers stored")
             for rank, memory in enumerate(memories):
                 page = memory.page_of(block_id, get_group_id(key))
                 if seen is None and page.is_lost:

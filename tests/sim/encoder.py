@@ -14,6 +14,7 @@ from unittest.mock import patch
 from tests.sim.content import extend, in_group, root
 from tests.sim.device import Group, Memory, Rows, versioned
 from tests.sim.failure import require
+from tests.sim.marks import Marks
 from tests.sim.params import BEFORE_ALL_KINDS, Byte, SimParams, fit
 from tests.sim.planting import Mutant, replaced
 from tests.sim.rng import Streams
@@ -21,6 +22,7 @@ from vllm.v1.core import block_hasher
 from vllm.v1.core.kv_kinds.base import SingleTypeKVCacheManager
 from vllm.v1.core.kv_kinds.cross import CrossAttentionManager, EncoderOnlyAttentionManager
 from vllm.v1.core.kv_kinds.full import FullAttentionManager
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.core.sched.waiting_pass import WaitingPass
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
 
@@ -106,6 +108,14 @@ class EncoderOnlyGroup(Group):
     def write(self, memory: Memory, rows: Rows) -> None:
         table = rows.tables[self.group_id]
         require(not table, "I6", f"{rows.request_id} has blocks {table} for attention without a cache")
+
+
+def mark_encoder(marks: Marks, new: NewRequestData, num_preemptions: int) -> None:
+    """What a request with an input for its encoder starts with."""
+    if new.mm_features and num_preemptions:
+        marks.hit("encoder runs again")
+    if new.mm_features and new.num_computed_tokens:
+        marks.hit("hit beside an encoder's output")
 
 
 def with_encoder(params: SimParams) -> SimParams:

@@ -7,6 +7,7 @@ asks for both.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from tests.sim.device import (
     WindowGroup,
 )
 from tests.sim.encoder import CrossGroup, EncoderOnlyGroup
+from tests.sim.marks import Marks
 from tests.sim.params import BEFORE_ALL_KINDS, SimParams
 from tests.sim.planting import Mutant, replaced
 from tests.sim.rng import Streams
@@ -188,6 +190,36 @@ def _with_layers(spec: KVCacheSpec, rng: random.Random, group: int) -> KVCacheSp
     )
     assert uniform is not None
     return uniform
+
+
+def mark_kinds(marks: Marks, groups: Sequence[Group], batch: Sequence[Rows]) -> None:
+    """What a step reached that concerns rarer kinds."""
+    kinds = {type(group.spec.kind_spec) for group in groups}
+    windows = [group for group in groups if isinstance(group.spec.kind_spec, SlidingWindowSpec)]
+    inputs = Counter(rows.encoder for rows in batch if rows.encoder)
+    if CrossAttentionSpec in kinds and len(batch) > inputs.total():
+        marks.hit("no input for the encoder")
+    if any(count > 1 for count in inputs.values()):
+        marks.hit("encoder's output held twice")
+    for rows in batch:
+        if rows.encoder and not rows.encodes:
+            marks.hit("encoder's output kept")
+        if EncoderOnlyAttentionSpec in kinds:
+            marks.hit("attention without a cache")
+        if SinkFullAttentionSpec in kinds and any(_has_slid(group, rows) for group in windows):
+            marks.hit("sinks stay while a window slides")
+        for group in groups:
+            spec = group.spec.kind_spec
+            if isinstance(spec, RSWASpec):
+                gap = -(-rows.prompt_end // group.block_size) + 1
+                if rows.start - spec.rswa_window + 1 >= gap * group.block_size:
+                    marks.hit("blocks between prompt and window freed")
+
+
+def _has_slid(group: Group, rows: Rows) -> bool:
+    spec = group.spec.kind_spec
+    assert isinstance(spec, SlidingWindowSpec)
+    return rows.start >= spec.sliding_window + group.block_size
 
 
 def layer_names(group: int, spec: KVCacheSpec) -> list[str]:

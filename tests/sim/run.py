@@ -295,14 +295,7 @@ class Run(TierResetRun, SharedRun):
                 "I9",
                 f"{new.req_id} resumes with tokens {tokens}, expected {known}",
             )
-            if new.num_computed_tokens:
-                self.marks.hit("local hit")
-                if params.dcp > 1:
-                    self.marks.hit("hit with a split context")
-                if self.requests[new.req_id].num_preemptions:
-                    self.marks.hit("resumed with a hit")
-                if new.num_computed_tokens == len(tokens) - 1:
-                    self.marks.hit("full prompt cached")
+            self.mark_admission(new, len(tokens), self.requests[new.req_id].num_preemptions)
         self._count_idle(bool(counts))
 
     def _count_idle(self, busy: bool) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from tests.sim.encoder import mark_encoder
 from tests.sim.marks import Marks
 from tests.sim.policies import PolicyMarks
 from tests.sim.retention import mark_retention
 from tests.sim.views import RunViews
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import WAIT_MAX_S
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.transfer import TransferState
@@ -43,6 +44,19 @@ class StepMarks(RunViews):
         if len(self.params.specs) > 1:
             self.marks.hit("failed load of several groups")
 
+    def mark_admission(self, new: NewRequestData, num_tokens: int, num_preemptions: int) -> None:
+        """A request starts, for the first time or again, with that many tokens known."""
+        mark_encoder(self.marks, new, num_preemptions)
+        if new.num_computed_tokens == 0:
+            return
+        self.marks.hit("local hit")
+        if self.params.dcp > 1:
+            self.marks.hit("hit with a split context")
+        if num_preemptions:
+            self.marks.hit("resumed with a hit")
+        if new.num_computed_tokens == num_tokens - 1:
+            self.marks.hit("full prompt cached")
+
     def mark_step(self, output: SchedulerOutput) -> None:
         """After a step was scheduled."""
         scheduler = self.scheduler
@@ -63,6 +77,8 @@ class StepMarks(RunViews):
         for request in scheduler.requests.values():
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.marks.hit("external hit")
+                if any(group.num_layers > 1 and group.cacheable for group in self.worker.groups):
+                    self.marks.hit("page of several layers loaded")
         self._mark_copies(output)
         if offload.store_side.planned or len(offload.store_side.table):
             self.marks.hit("lazy store" if self.params.lazy else "eager store")

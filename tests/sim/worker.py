@@ -14,6 +14,7 @@ from tests.sim.copy_worker import CopyWorker, FaultDraw, Step
 from tests.sim.device import Rows, forward
 from tests.sim.failure import require
 from tests.sim.kept_rows import KeptRows
+from tests.sim.kinds import mark_kinds
 from tests.sim.marks import Marks
 from tests.sim.params import SimParams
 from tests.sim.rank_memory import groups_of_ranks
@@ -231,11 +232,12 @@ class SimWorker(CopyWorker):
         return DraftTokenIds(list(self.requests), [list(r.drafts) for r in self.requests.values()])
 
     def _mark_kinds(self, batch: list[Rows]) -> None:
+        mark_kinds(self.marks, self.groups, batch)
         for rows in batch:
             if rows.replay_end:
                 self.marks.hit("bounded replay")
             for group in self.groups:
-                spec = group.spec
+                spec = group.spec.kind_spec
                 if (
                     isinstance(spec, SlidingWindowSpec)
                     and rows.start >= spec.sliding_window + group.block_size
