@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from vllm.model_executor.models.interfaces import NativeModel
 from vllm.v1.attention.backend import GroupMeta, StepMeta
 from vllm.v1.attention.backends.mla.indexer import ring_slot_mapping
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+
+Value = TypeVar("Value")
 
 PAGED, RING, STATE, WINDOW = "paged", "ring", "state", "window"
 
@@ -60,11 +63,16 @@ class PagedHarness:
             width += -(-spec.page_size_bytes // 64) * 64
         self.memory = torch.full((num_blocks, width), -1, dtype=torch.int8)
         self.raw = {n: self.memory[:, o : o + self.specs[n].page_size_bytes] for n, o in offsets.items()}
-        model.bind_kv_caches(self.raw, self.specs)
+        self.sharing = model.kv_sharing()
+        model.bind_kv_caches(self._with_sharing(self.raw), self._with_sharing(self.specs))
         self.free = list(range(1, num_blocks))
         self.rng.shuffle(self.free)
         self.shared: set[int] = set()
         self.prefixes: list[Prefix] = []
+
+    def _with_sharing(self, values: dict[str, Value]) -> dict[str, Value]:
+        """Caches that share another one get what that one has."""
+        return values | {name: values[owner] for name, owner in self.sharing.items()}
 
     def null_is_clean(self) -> bool:
         """Whether nothing was ever written to the null block."""
@@ -184,6 +192,6 @@ class PagedHarness:
             seq_lens=[c + n for c, n in zip(contexts, counts, strict=True)],
             positions=positions,
             num_decodes=num_decodes,
-            groups={name: by_kind[kind] for name, kind in self.kinds.items()},
+            groups=self._with_sharing({name: by_kind[kind] for name, kind in self.kinds.items()}),
             replay_starts=[0] * len(rows),
         )

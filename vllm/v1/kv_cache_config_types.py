@@ -42,6 +42,7 @@ class KVCacheGroupSpec:
     """Layers that share one block table.
 
     `bytes_per_block` is set where `kv_cache_spec` stands for layers of different page sizes and so cannot tell it.
+    `num_sharing_layers`: layers that read the caches of these without having one; they are not among `layer_names`.
     """
 
     layer_names: list[str]
@@ -51,6 +52,7 @@ class KVCacheGroupSpec:
     enable_kv_transfer: bool = True
     role: KVCacheGroupRole = KVCacheGroupRole.DEFAULT
     bytes_per_block: int | None = field(default=None, init=False, repr=False, compare=False)
+    num_sharing_layers: int = field(default=0, init=False, repr=False, compare=False)
 
 
 @dataclass

@@ -94,7 +94,10 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """One KV cache group. ``use``: "cache", or "scratch" for memory that is never found again."""
+    """One KV cache group. ``use``: "cache", or "scratch" for memory that is never found again.
+
+    ``num_layers`` own a cache in this group, ``num_sharing_layers`` read those without having one.
+    """
 
     group: int
     kind: str
@@ -104,6 +107,7 @@ class GroupReport:
     sliding_window: int | None
     num_layers: int
     block_bytes: int
+    num_sharing_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

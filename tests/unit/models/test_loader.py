@@ -53,7 +53,9 @@ def test_tiny_checkpoints_are_reproducible_and_differ_by_seed(tmp_path: Path) ->
     ]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert files[0].read_bytes() != files[2].read_bytes()
-    with pytest.raises(ValueError, match="tiny checkpoint 'huge' is unknown; known: glm5_next, llama"):
+    with pytest.raises(
+        ValueError, match="tiny checkpoint 'huge' is unknown; known: gemma4, glm5_next, llama"
+    ):
         make_tiny("huge", tmp_path)
 
 
@@ -204,7 +206,9 @@ def test_unknown_load_format_and_cache_dtype_are_refused(tmp_path: Path) -> None
 def test_registry_resolves_the_first_known_architecture() -> None:
     assert ModelRegistry.resolve_model_cls(["Unknown", "LlamaForCausalLM"]) is LlamaForCausalLM
     assert ModelRegistry.resolve_model_cls("MistralForCausalLM") is LlamaForCausalLM
-    with pytest.raises(ValueError, match=r"\['Nope'\] are not supported; supported: Glm5NextForCausalLM, "):
+    with pytest.raises(
+        ValueError, match=r"\['Nope'\] are not supported; supported: Gemma4ForCausalLM, Gemma4ForCond"
+    ):
         ModelRegistry.resolve_model_cls(["Nope"])
     with pytest.raises(ValueError, match="target must be 'module:Class'"):
         ModelRegistry.register_model("Mine", "just_a_name")

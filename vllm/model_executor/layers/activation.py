@@ -34,7 +34,7 @@ def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _gelu_and_mul(gate_up: Tensor, approximate: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate=approximate) * up
+    return by_rows(partial(F.gelu, approximate=approximate), gate) * up
 
 
 def get_gated_activation(name: str, limit: float | None = None) -> Callable[[Tensor], Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import TPGroup, get_tp_group
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import PlainRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import RowLinear, StackedLinear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.sharding import Shard, Slot
@@ -25,7 +25,11 @@ __all__ = ["AttentionShape", "GroupedQueryAttention"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes and options of one attention layer. `qk_norm_eps` turns on a per-head norm of queries and keys."""
+    """Sizes and options of one attention layer. `qk_norm_eps` turns on a per-head norm of queries and keys.
+
+    `has_value_norm`: values are normed too, without a weight. `is_k_eq_v`: values are the keys before their norm.
+    `is_sharing`: keys and values are those that the layer wrote which owns the cache; this one has queries alone.
+    """
 
     hidden_size: int
     num_heads: int
@@ -37,6 +41,14 @@ class AttentionShape:
     qk_norm_eps: float | None = None
     window: int | None = None
     scale: float | None = None
+    has_value_norm: bool = False
+    is_k_eq_v: bool = False
+    is_sharing: bool = False
+
+    @property
+    def projections(self) -> str:
+        """One letter for each projection that the layer has."""
+        return "q" if self.is_sharing else "qk" if self.is_k_eq_v else "qkv"
 
     def of_rank(self, tp: TPGroup) -> AttentionShape:
         """What a rank has of it; with fewer KV heads than ranks, neighbours have the same one."""
@@ -60,41 +72,54 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.attend = backend.paged_attention
         tp = get_tp_group()
-        shards = [Shard.of_rank(tp), *[Shard.of_kv_heads(tp, shape.num_kv_heads)] * 2]
+        self.names = shape.projections
+        shards = [Shard.of_rank(tp), *[Shard.of_kv_heads(tp, shape.num_kv_heads)] * 2][: len(self.names)]
         all_heads = shape.num_heads * shape.head_dim
         shape = shape.of_rank(tp)
         self.shape = shape
         self.pages = pages
         self.rope = rope
         self.scale = shape.scale if shape.scale is not None else shape.head_dim**-0.5
-        sizes = [n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+        heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads][: len(self.names)]
+        sizes = [n * shape.head_dim for n in heads]
         self.qkv = StackedLinear(shape.hidden_size, sizes, shape.dtype, shape.qkv_bias, shards)
         self.out = RowLinear(all_heads, shape.hidden_size, shape.dtype, shape.out_bias)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
+        self.v_norm: PlainRMSNorm | None = None
         if shape.qk_norm_eps is not None:
-            self.q_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps, shape.dtype)
-            self.k_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps, shape.dtype)
+            sizes_of_norm = (shape.head_dim, shape.qk_norm_eps, shape.dtype)
+            self.q_norm = RMSNorm(*sizes_of_norm)
+            if not shape.is_sharing:
+                self.k_norm = RMSNorm(*sizes_of_norm)
+                self.v_norm = PlainRMSNorm(*sizes_of_norm) if shape.has_value_norm else None
 
     def forward(self, x: Tensor, meta: StepMeta) -> Tensor:
         shape = self.shape
         tokens = x.shape[0]
         heads = self.qkv.forward(x).view(tokens, -1, shape.head_dim)
-        num_rotated = shape.num_heads + shape.num_kv_heads
+        num_rotated = shape.num_heads + (0 if shape.is_sharing else shape.num_kv_heads)
         q, k, v = heads[:, : shape.num_heads], heads[:, shape.num_heads : num_rotated], heads[:, num_rotated:]
-        if self.q_norm is not None and self.k_norm is not None:
+        if shape.is_k_eq_v:
+            v = k.clone()  # the keys change below
+        if self.q_norm is not None:
             heads[:, : shape.num_heads] = self.q_norm.forward(q)
+        if self.k_norm is not None:
             heads[:, shape.num_heads : num_rotated] = self.k_norm.forward(k)
+        if self.v_norm is not None:
+            v = self.v_norm.forward(v)
         if self.rope is not None:
             self.rope.apply(heads[:, :num_rotated], self.rope.of_step(meta))
         group = meta.groups[self.pages.cache_name]
-        self.pages.write(k, v, slots_of(group))
+        if not shape.is_sharing:
+            self.pages.write(k, v, slots_of(group))
         attended = self.attend(q, self.pages, meta, group, self.scale, shape.window)
         return self.out.forward(attended.view(tokens, -1))
 
     def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        yield from self.qkv.part_slots([f"{prefix}.{n}_proj" for n in "qkv"])
+        yield from self.qkv.part_slots([f"{prefix}.{n}_proj" for n in self.names])
         yield from self.out.weight_slots(f"{prefix}.o_proj")
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None:
             yield from self.q_norm.weight_slots(f"{prefix}.q_norm")
+        if self.k_norm is not None:
             yield from self.k_norm.weight_slots(f"{prefix}.k_norm")

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.linear import WeightHolder, frozen
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.sharding import Shard, Slot
 
-__all__ = ["MoeShape", "SharedExpertMoE", "route_sigmoid_bias"]
+__all__ = ["MoeShape", "RoutedExperts", "SharedExpertMoE", "route_sigmoid_bias", "route_softmax"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +67,39 @@ def route_sigmoid_bias(logits: Tensor, bias: Tensor, shape: MoeShape) -> tuple[T
     return weights * shape.scale, experts
 
 
-class SharedExpertMoE(WeightHolder):
-    """Sigmoid-routed experts plus experts that every token passes."""
+def route_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Router logits `[T, E]` fp32 → weights `[T, k]` fp32, which add up to 1, and experts `[T, k]`."""
+    probabilities = logits.softmax(dim=-1)
+    experts = _stable_top(probabilities, top_k)
+    weights = probabilities.gather(-1, experts)
+    return weights / weights.sum(-1, keepdim=True), experts
+
+
+class RoutedExperts(WeightHolder):
+    """The feed-forward of every expert; `sizes` are (experts, hidden, intermediate of all ranks together)."""
 
     narrowable = ("gate_up", "down")
 
-    def __init__(self, shape: MoeShape) -> None:
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        activation: str = "silu",
+        limit: float | None = None,
+    ) -> None:
         super().__init__()
-        self.shape = shape
         self.tp = get_tp_group()
-        e, d, i = shape.num_experts, shape.hidden_size, shape.intermediate_size // self.tp.size
-        self.router = frozen(e, d, dtype=torch.float32)
-        self.router_bias = frozen(e, dtype=torch.float32)
-        self.gate_up = frozen(e, 2 * i, d, dtype=shape.dtype)
-        self.down = frozen(e, d, i, dtype=shape.dtype)
-        self.activation = get_gated_activation("silu", shape.limit)
-        self.shared: GatedMLP | None = None
-        if shape.num_shared:
-            sizes = (d, shape.intermediate_size * shape.num_shared)
-            self.shared = GatedMLP(sizes, shape.dtype, limit=shape.limit)
+        self.num_experts, d, intermediate = sizes
+        i = intermediate // self.tp.size
+        self.gate_up = frozen(self.num_experts, 2 * i, d, dtype=dtype)
+        self.down = frozen(self.num_experts, d, i, dtype=dtype)
+        self.activation = get_gated_activation(activation, limit)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, experts = route_sigmoid_bias(F.linear(x.float(), self.router), self.router_bias, self.shape)
+    def partial(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """This rank's part of each token's weighted sum over its experts."""
         routed = self._run_experts(x, experts)
         # Not as a matrix product, which adds up in another order for a token alone.
-        out = (weights.unsqueeze(-1) * routed.float()).sum(1).to(x.dtype)
-        return self.tp.all_reduce(out + self.shared.partial(x) if self.shared is not None else out)
+        return (weights.unsqueeze(-1) * routed.float()).sum(1).to(x.dtype)
 
     def _run_experts(self, x: Tensor, experts: Tensor) -> Tensor:
         """Outputs `[T, k, D]` of each token's experts; every expert runs once over all of its tokens."""
@@ -102,7 +109,7 @@ class SharedExpertMoE(WeightHolder):
         gathered = x[torch.div(order, k, rounding_mode="floor")]
         results = torch.empty_like(gathered)
         start = 0
-        for e, count in enumerate(torch.bincount(flat, minlength=self.shape.num_experts).tolist()):
+        for e, count in enumerate(torch.bincount(flat, minlength=self.num_experts).tolist()):
             if count:
                 part = self.activation(ops.linear(gathered[start : start + count], self.gate_up[e]))
                 results[start : start + count] = ops.linear(part, self.down[e])
@@ -111,11 +118,31 @@ class SharedExpertMoE(WeightHolder):
         out[order] = results
         return out.view(tokens, k, -1)
 
+
+class SharedExpertMoE(RoutedExperts):
+    """Sigmoid-routed experts plus experts that every token passes."""
+
+    def __init__(self, shape: MoeShape) -> None:
+        e, d = shape.num_experts, shape.hidden_size
+        super().__init__((e, d, shape.intermediate_size), shape.dtype, limit=shape.limit)
+        self.shape = shape
+        self.router = frozen(e, d, dtype=torch.float32)
+        self.router_bias = frozen(e, dtype=torch.float32)
+        self.shared: GatedMLP | None = None
+        if shape.num_shared:
+            sizes = (d, shape.intermediate_size * shape.num_shared)
+            self.shared = GatedMLP(sizes, shape.dtype, limit=shape.limit)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = route_sigmoid_bias(F.linear(x.float(), self.router), self.router_bias, self.shape)
+        out = self.partial(x, weights, experts)
+        return self.tp.all_reduce(out + self.shared.partial(x) if self.shared is not None else out)
+
     def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield f"{prefix}.gate.weight", self.router
         yield f"{prefix}.gate.e_score_correction_bias", self.router_bias
         shard = Shard.of_rank(self.tp)
-        for e in range(self.shape.num_experts):
+        for e in range(self.num_experts):
             gate, up = self.gate_up[e].chunk(2)
             yield f"{prefix}.experts.{e}.gate_proj.weight", shard.slot(gate)
             yield f"{prefix}.experts.{e}.up_proj.weight", shard.slot(up)

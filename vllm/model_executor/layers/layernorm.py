@@ -1,6 +1,6 @@
 """Normalisation layers. All statistics are computed in fp32, whatever the model's dtype.
 
-Owns: RMSNorm (weighted, unweighted, gated) and LayerNorm. Must not know: models. Layer L6.
+Owns: RMSNorm (weighted, plain, gated) and LayerNorm. Must not know: models. Layer L6.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.activation import by_rows
 from vllm.model_executor.layers.linear import frozen
 
-__all__ = ["GatedRMSNorm", "LayerNorm", "RMSNorm", "rms_unweighted"]
+__all__ = ["GatedRMSNorm", "LayerNorm", "PlainRMSNorm", "RMSNorm", "rms_unweighted"]
 
 
 class RMSNorm(nn.Module):
@@ -35,6 +35,18 @@ class RMSNorm(nn.Module):
 
     def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.weight", self.weight
+
+
+class PlainRMSNorm(nn.Module):
+    """`x / rms(x)` over the last axis, in x's dtype; no weight in the checkpoint."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("ones", torch.ones(size, dtype=dtype), persistent=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.get_buffer("ones"), self.eps)
 
 
 class GatedRMSNorm(nn.Module):

@@ -55,13 +55,15 @@ class RopeParams:
             )
         theta = options.get("rope_theta") or config.get("rope_theta") or 10000.0
         partial = options.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        options["partial_rotary_factor"] = partial
         if options.get("original_max_position_embeddings") is None:
             original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
             options["original_max_position_embeddings"] = original
         return RopeParams(
             kind=kind,
             theta=float(theta),
-            rotary_dim=int(head_dim * partial),
+            # Here the share says how many pairs turn at all; the others have the frequency zero.
+            rotary_dim=head_dim if kind == "proportional" else int(head_dim * partial),
             max_positions=int(config["max_position_embeddings"]),
             interleaved=interleaved,
             options=options,
@@ -159,12 +161,19 @@ def _longrope(p: RopeParams, positions: Tensor) -> _Frequencies:
     return 1.0 / (torch.where(is_long, long, short) * p.theta ** p.exponents()), float(scale)
 
 
+def _proportional(p: RopeParams, positions: Tensor) -> _Frequencies:
+    frequencies = 1.0 / p.theta ** p.exponents()
+    frequencies[int(p.need("partial_rotary_factor") * p.rotary_dim // 2) :] = 0
+    return frequencies / float(p.options.get("factor") or 1.0), 1.0
+
+
 _FREQUENCIES: dict[str, Callable[[RopeParams, Tensor], _Frequencies]] = {
     "default": _default,
     "dynamic": _dynamic,
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "proportional": _proportional,
     "su": _longrope,
     "yarn": _yarn,
 }

@@ -61,6 +61,23 @@ _LLAMA: dict[str, Any] = {
 }
 
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        **_COMMON,
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 64,
+        "layer_types": [*["sliding_attention", "sliding_attention", "full_attention"] * 2, "full_attention"],
+        "num_kv_shared_layers": 3,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
     "glm5_next": {
         **_COMMON,
         "architectures": ["Glm5NextForCausalLM"],
@@ -136,7 +153,7 @@ def _build(config: dict[str, Any], seed: int) -> NativeModel:
     model: NativeModel = ModelRegistry.resolve_model_cls(config["architectures"])(settings)
     fill_random(model, seed)
     for name, slot in model.slots().items():
-        if name.endswith("_scale"):
+        if name.endswith(("_scale", "layer_scalar")):
             slot.tensor.fill_(1.0)
         elif name == "lm_head.weight":
             slot.tensor.mul_(3.0)

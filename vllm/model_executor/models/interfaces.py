@@ -90,6 +90,8 @@ class NativeModel(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.cache_layers: dict[str, CacheLayer] = {}
+        # Cache name → name of the earlier cache that it reads instead of having one.
+        self.shared_caches: dict[str, str] = {}
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor, meta: StepMeta) -> Tensor:
@@ -117,8 +119,13 @@ class NativeModel(nn.Module, ABC):
         return None if name.endswith(self.ignored_suffixes) else name
 
     def kv_specs(self) -> dict[str, KVCacheSpec]:
-        """Every cache name with its spec, in layer order."""
-        return {name: layer.kv_spec() for name, layer in self.cache_layers.items()}
+        """Every cache name with its spec, in layer order; not those that share a cache."""
+        layers = self.cache_layers.items()
+        return {name: layer.kv_spec() for name, layer in layers if name not in self.shared_caches}
+
+    def kv_sharing(self) -> dict[str, str]:
+        """Cache names that share the cache of another, with that other's name."""
+        return dict(self.shared_caches)
 
     def bind_kv_caches(
         self, caches: Mapping[str, Tensor], specs: Mapping[str, KVCacheSpec] | None = None

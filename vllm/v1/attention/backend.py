@@ -96,12 +96,19 @@ class CacheLayer(Protocol):
 
 @runtime_checkable
 class ServableModel(Protocol):
-    """What the runner asks of a model. Construction is `Model(vllm_config)`; no weights are needed for the specs."""
+    """What the runner asks of a model. Construction is `Model(vllm_config)`; no weights are needed for the specs.
+
+    `cache_layers` are in the order in which they run. One that shares the cache of another is among them under a name
+    of its own, is bound to the pages and the spec of that other and never writes to them.
+    """
 
     cache_layers: dict[str, CacheLayer]
 
     def kv_specs(self) -> dict[str, KVCacheSpec]:
-        """Every cache name with its spec."""
+        """Every cache name with its spec; not those that share a cache."""
+
+    def kv_sharing(self) -> dict[str, str]:
+        """Cache names that share the cache of another, with that other's name."""
 
     def bind_kv_caches(
         self, caches: Mapping[str, Tensor], specs: Mapping[str, KVCacheSpec] | None = None

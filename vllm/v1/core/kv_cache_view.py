@@ -87,6 +87,7 @@ def describe_groups(kv_cache_config: KVCacheConfig, world_size: int) -> tuple[Gr
             use=USE_CACHE if group.kv_cache_spec.prefix_cacheable else USE_SCRATCH,
             sliding_window=get_kv_cache_spec_sliding_window(group.kv_cache_spec),
             num_layers=len(group.layer_names),
+            num_sharing_layers=group.num_sharing_layers,
             block_bytes=group_bytes_per_block(group) * world_size,
         )
         for index, group in enumerate(kv_cache_config.kv_cache_groups)

@@ -20,6 +20,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.block_hash import init_none_hash
 from vllm.v1.core.block_hasher import get_request_block_hasher
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+from vllm.v1.core.kv_cache_sharing import merge_kv_sharing, note_kv_sharing
 from vllm.v1.core.kv_cache_sizes import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_capacity,
@@ -99,6 +100,7 @@ def build_engine(
 def _build_kv_cache(vllm_config: VllmConfig, executor: Executor) -> KVCacheConfig:
     """Plan and allocate the KV cache; returns the scheduler's view of it."""
     specs = executor.get_kv_cache_specs()
+    sharing = merge_kv_sharing(executor.get_kv_sharing_layers(), specs)
     layout = _choose_layout(vllm_config, executor)
     vllm_config.cache_config.kv_cache_layout = layout.name
     groups = get_global_kv_cache_groups(vllm_config, specs)
@@ -112,6 +114,7 @@ def _build_kv_cache(vllm_config: VllmConfig, executor: Executor) -> KVCacheConfi
     if model_config.max_model_len != length_before:
         executor.collective_rpc("update_max_model_len", args=(model_config.max_model_len,))
     kv_cache_config = generate_scheduler_kv_cache_config(configs)
+    note_kv_sharing(kv_cache_config, sharing)
     _note_sizes(vllm_config, kv_cache_config)
     executor.initialize_from_config(configs)
     vllm_config.cache_config.simple_cpu_offload_num_blocks = executor.get_simple_cpu_offload_num_blocks()

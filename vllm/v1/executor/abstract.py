@@ -177,6 +177,11 @@ class Executor(ABC):
         specs: list[dict[str, KVCacheSpec]] = self.collective_rpc("get_kv_cache_spec")
         return specs
 
+    def get_kv_sharing_layers(self) -> list[dict[str, str]]:
+        """The layers of every rank's model that read another layer's cache, with that layer."""
+        layers: list[dict[str, str]] = self.collective_rpc("get_kv_sharing_layers")
+        return layers
+
     def get_supported_kv_cache_layouts(self) -> list[KVCacheLayout]:
         """Layouts all workers can serve, best first."""
         per_rank: list[list[KVCacheLayout]] = self.collective_rpc("get_supported_kv_cache_layouts")

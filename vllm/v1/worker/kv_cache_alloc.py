@@ -31,7 +31,7 @@ class _Allocation:
 
 
 def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:
-    """Every layer with its own spec after planning; layers that share another one's cache have that one's."""
+    """Every layer that owns a cache with its own spec after planning."""
     specs: dict[str, KVCacheSpec] = {}
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec

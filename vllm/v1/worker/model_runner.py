@@ -7,8 +7,9 @@ parts do the work: `input_batch` (requests), `step_rows` (order), `attn_inputs` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import StepMeta
+from vllm.v1.core.kv_cache_sharing import check_kv_sharing
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -37,6 +39,7 @@ from vllm.v1.worker.rank_sampling import sample_on_one_rank
 from vllm.v1.worker.row_sampler import RowSampler, SampledRows, describe_failed
 from vllm.v1.worker.sampling_rows import SamplingRows
 from vllm.v1.worker.step_rows import StepRows, order_rows
+from vllm.v1.worker.utils import add_kv_sharing_layers_to_kv_cache_groups
 
 
 @dataclass(slots=True)
@@ -101,24 +104,47 @@ class ModelRunner:
         specs: dict[str, KVCacheSpec] = self.model.kv_specs()
         return specs
 
+    def get_kv_sharing_layers(self) -> dict[str, str]:
+        """Layers that read the cache of another layer, with that layer; `ValueError` for one that cannot."""
+        self.get_model()
+        targets: dict[str, str] = self.model.kv_sharing()
+        check_kv_sharing({name: layer.kv_spec() for name, layer in self.model.cache_layers.items()}, targets)
+        return targets
+
+    def _bind(
+        self, raw: dict[str, Tensor], specs: dict[str, KVCacheSpec], groups: Sequence[KVCacheGroupSpec]
+    ) -> list[KVCacheGroupSpec]:
+        """Hand the model its pages; the groups with the layers that share a cache.
+
+        Those get the pages of the cache's owner here and nowhere else: whoever copies or clears blocks knows owners.
+        """
+        sharing = self.get_kv_sharing_layers()
+        joined = [replace(group, layer_names=list(group.layer_names)) for group in groups]
+        add_kv_sharing_layers_to_kv_cache_groups(sharing, joined)
+        self.model.bind_kv_caches(
+            raw | {name: raw[owner] for name, owner in sharing.items()},
+            specs | {name: specs[owner] for name, owner in sharing.items()},
+        )
+        return joined
+
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> None:
         """Allocate the pages, bind them into the model and the connector, and make room for the requests."""
         connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         memory_pool = None if connector is None else connector.get_mem_pool_context()
         with memory_pool or nullcontext():
             self.pages = KVCachePages(kv_cache_config, self.device, layout)
-        self.model.bind_kv_caches(self.pages.raw, layer_specs(kv_cache_config))
+        groups = kv_cache_config.kv_cache_groups
+        readers = self._bind(self.pages.raw, layer_specs(kv_cache_config), groups)
         model_config = self.vllm_config.model_config
         assert model_config is not None
         max_model_len = model_config.max_model_len
         assert max_model_len is not None
-        groups = kv_cache_config.kv_cache_groups
         widths = [g.kv_cache_spec.max_num_blocks_per_req(self.vllm_config, max_model_len) for g in groups]
         replay_tokens = max((group.kv_cache_spec.prefix_replay_tokens for group in groups), default=0)
         self.states = RequestStates(
             self.max_num_reqs, max_model_len, widths, model_config.seed, replay_tokens
         )
-        self.inputs = StepInputs(groups, self.max_num_tokens, self.max_num_reqs, self.device)
+        self.inputs = StepInputs(readers, self.max_num_tokens, self.max_num_reqs, self.device)
         if connector is not None:
             connector.register_kv_caches(self.pages.raw)
             connector.set_host_xfer_buffer_ops(copy_kv_blocks)
@@ -296,8 +322,7 @@ class ModelRunner:
             name: torch.zeros(1, spec.page_size_bytes, dtype=torch.int8, device=self.device)
             for name, spec in specs.items()
         }
-        self.model.bind_kv_caches(pages, specs)
-        groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
+        groups = self._bind(pages, specs, [KVCacheGroupSpec([name], spec) for name, spec in specs.items()])
         self.inputs = StepInputs(groups, num_tokens, 1, self.device)
         self.states = RequestStates(1, num_tokens, [num_tokens] * len(groups), 0)
         self.dummy_run(num_tokens)

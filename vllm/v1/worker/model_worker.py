@@ -32,6 +32,9 @@ class ModelWorker(WorkerBase):
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.model_runner.get_kv_cache_spec()
 
+    def get_kv_sharing_layers(self) -> dict[str, str]:
+        return self.model_runner.get_kv_sharing_layers()
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
         self.model_runner.initialize_kv_cache(kv_cache_config, self.kv_cache_layout)

@@ -82,6 +82,10 @@ class WorkerBase(ABC):
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Every cache of the model with its spec."""
 
+    def get_kv_sharing_layers(self) -> dict[str, str]:
+        """Layers that read the cache of another layer and own none, with that layer's name."""
+        return {}
+
     def get_supported_kv_cache_layouts(self) -> list[KVCacheLayout]:
         """Layouts this worker can serve, best first."""
         return [KVCacheLayout.BLHNC]

@@ -90,7 +90,10 @@ class CachePool(BaseModel):
 
 
 class CacheGroup(BaseModel):
-    """One KV cache group. `use`: "cache", or "scratch" for memory that is never found again."""
+    """One KV cache group. `use`: "cache", or "scratch" for memory that is never found again.
+
+    `num_layers` own a cache in this group, `num_sharing_layers` read those without having one.
+    """
 
     group: int
     kind: str
@@ -100,6 +103,7 @@ class CacheGroup(BaseModel):
     sliding_window: int | None
     num_layers: int
     block_bytes: int
+    num_sharing_layers: int = 0
 
 
 class CacheTier(BaseModel):

@@ -1,0 +1,239 @@
+"""Gemma 4, text path: its config.json as numbers, and the KV cache specs that follow from them.
+
+Owns: what each layer is (window, head sizes, whose cache it reads), the refusal of what is not computed. Must not know:
+layers, weights. Layer L6.
+
+The last `num_kv_shared_layers` layers have queries alone: each reads the keys and values of the last earlier layer of
+its own type. Types alternate between a sliding window and full attention, which may have larger and fewer heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.model_executor.layers.attention import AttentionShape
+from vllm.model_executor.layers.rotary_embedding import RopeParams
+from vllm.model_executor.layers.sharding import check_split
+from vllm.model_executor.models.interfaces import ModelSettings
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+__all__ = ["GemmaLayerParams", "GemmaParams", "gemma_kv_specs"]
+
+_DEFAULT_BLOCK_SIZE = 16
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Every sixth layer is a full one unless the checkpoint says otherwise.
+_PATTERN = 6
+_ROPE = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GemmaLayerParams:
+    """One layer. `target`: index of the layer whose cache it reads; None if it has one of its own."""
+
+    kind: str
+    head_dim: int
+    num_kv_heads: int
+    intermediate_size: int
+    window: int | None
+    target: int | None
+
+    def check_split(self, tp_size: int) -> None:
+        """`ValueError` naming what `tp_size` ranks cannot share."""
+        check_split(tp_size, intermediate_size=self.intermediate_size)
+        if tp_size % self.num_kv_heads:
+            check_split(tp_size, num_key_value_heads=self.num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmaParams:
+    """The numbers of one checkpoint's language model. Sizes of parts that it does not have are 0."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    eps: float
+    activation: str
+    is_tied: bool
+    has_bias: bool
+    is_k_eq_v: bool
+    softcap: float | None
+    ple_size: int
+    ple_vocab_size: int
+    num_experts: int
+    top_k: int
+    moe_intermediate_size: int
+    layers: tuple[GemmaLayerParams, ...]
+    ropes: Mapping[str, RopeParams]
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> GemmaParams:
+        """Reads a flat text config or a composite one; `ValueError` names what is missing or not supported."""
+        try:
+            return GemmaParams._read(config.get("text_config") or config)
+        except KeyError as error:
+            raise ValueError(f"config.json lacks {error.args[0]}") from None
+
+    @staticmethod
+    def _read(text: Mapping[str, Any]) -> GemmaParams:
+        if text.get("use_bidirectional_attention") == "all":
+            raise ValueError(
+                "use_bidirectional_attention 'all' is not supported: this engine generates causally"
+            )
+        layers = _read_layers(text)
+        has_experts = bool(text.get("enable_moe_block", False))
+        ple = int(text.get("hidden_size_per_layer_input") or 0)
+        rope = text.get("rope_parameters") or _ROPE
+        return GemmaParams(
+            vocab_size=int(text["vocab_size"]),
+            hidden_size=int(text["hidden_size"]),
+            num_heads=int(text["num_attention_heads"]),
+            eps=float(text.get("rms_norm_eps", 1e-6)),
+            activation=str(text.get("hidden_activation", "gelu_pytorch_tanh")),
+            is_tied=bool(text.get("tie_word_embeddings", True)),
+            has_bias=bool(text.get("attention_bias", False)),
+            is_k_eq_v=bool(text.get("attention_k_eq_v", False)),
+            softcap=text.get("final_logit_softcapping"),
+            ple_size=ple,
+            ple_vocab_size=int(text["vocab_size_per_layer_input"]) if ple else 0,
+            num_experts=int(text["num_experts"]) if has_experts else 0,
+            top_k=int(text["top_k_experts"]) if has_experts else 0,
+            moe_intermediate_size=int(text["moe_intermediate_size"]) if has_experts else 0,
+            layers=layers,
+            ropes={
+                layer.kind: RopeParams.from_config(
+                    {**text, "rope_parameters": rope[layer.kind]}, layer.head_dim
+                )
+                for layer in layers
+            },
+        )
+
+    def check_split(self, tp_size: int) -> None:
+        """`ValueError` naming what `tp_size` ranks cannot share."""
+        check_split(
+            tp_size, num_attention_heads=self.num_heads, moe_intermediate_size=self.moe_intermediate_size
+        )
+        for layer in self.layers:
+            layer.check_split(tp_size)
+
+    def attention_shape(self, layer: GemmaLayerParams, settings: ModelSettings) -> AttentionShape:
+        """The shape record of one layer's attention."""
+        return AttentionShape(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            dtype=settings.dtype,
+            qkv_bias=self.has_bias,
+            out_bias=self.has_bias,
+            qk_norm_eps=self.eps,
+            window=layer.window,
+            scale=1.0,
+            has_value_norm=True,
+            is_k_eq_v=self.is_k_eq_v and layer.kind == _FULL,
+            is_sharing=layer.target is not None,
+        )
+
+
+def _read_layers(text: Mapping[str, Any]) -> tuple[GemmaLayerParams, ...]:
+    kinds = _layer_kinds(text)
+    first_sharing = len(kinds) - int(text.get("num_kv_shared_layers") or 0)
+    doubles = bool(text.get("use_double_wide_mlp", False))
+    layers = []
+    for i, kind in enumerate(kinds):
+        head_dim, kv_heads = _heads(text, i, kind)
+        is_sharing = i >= first_sharing
+        layers.append(
+            GemmaLayerParams(
+                kind=kind,
+                head_dim=head_dim,
+                num_kv_heads=kv_heads,
+                intermediate_size=int(text["intermediate_size"]) * (2 if doubles and is_sharing else 1),
+                window=int(text.get("sliding_window") or 512) if kind == _SLIDING else None,
+                target=_target(kinds, first_sharing, i) if is_sharing else None,
+            )
+        )
+    return tuple(layers)
+
+
+def _layer_kinds(text: Mapping[str, Any]) -> list[str]:
+    count = int(text["num_hidden_layers"])
+    kinds = [_FULL if (i + 1) % _PATTERN == 0 else _SLIDING for i in range(count)]
+    kinds = list(text.get("layer_types") or kinds)
+    unknown = sorted(set(kinds) - {_FULL, _SLIDING})
+    if len(kinds) != count or unknown:
+        raise ValueError(
+            f"layer_types must name {_FULL} or {_SLIDING} for each of {count} layers, got {len(kinds)} names"
+            + (f", among them {unknown}" if unknown else "")
+        )
+    kinds[-1] = _FULL  # the family's rule, whatever is written
+    return kinds
+
+
+def _target(kinds: list[str], first_sharing: int, index: int) -> int:
+    """The last layer of the same type that has keys and values of its own."""
+    for i in range(first_sharing - 1, -1, -1):
+        if kinds[i] == kinds[index]:
+            return i
+    raise ValueError(
+        f"num_kv_shared_layers {len(kinds) - first_sharing}: layer {index} is {kinds[index]}, and no layer of that "
+        f"type keeps keys and values"
+    )
+
+
+def _heads(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
+    """Head size and KV heads of a layer: spelled out by layer, or by the names for full layers."""
+    values = {
+        "head_dim": int(text.get("head_dim") or 256),
+        "num_key_value_heads": text["num_key_value_heads"],
+    }
+    by_layer = text.get("per_layer_config")
+    if by_layer is not None:
+        own = by_layer.get(str(index), by_layer.get(index)) or {}
+        unknown = sorted(own.keys() - values.keys())
+        if unknown:
+            raise ValueError(f"per_layer_config of layer {index}: {', '.join(unknown)} is not supported")
+        values.update(own)
+    elif kind == _FULL:
+        values["head_dim"] = text.get("global_head_dim") or 512
+        if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
+            values["num_key_value_heads"] = text["num_global_key_value_heads"]
+    heads, kv_heads = int(text["num_attention_heads"]), int(values["num_key_value_heads"])
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"layer {index}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    return int(values["head_dim"]), kv_heads
+
+
+def gemma_kv_specs(params: GemmaParams, settings: ModelSettings) -> dict[str, AttentionSpec]:
+    """What each layer's cache holds on one rank, by cache name; a layer that shares a cache reads the same.
+
+    `ValueError` when that many ranks cannot share the model.
+    """
+    params.check_split(settings.tp_size)
+    specs: dict[str, AttentionSpec] = {}
+    for i, layer in enumerate(params.layers):
+        sizes: dict[str, Any] = {
+            "block_size": settings.block_size or _DEFAULT_BLOCK_SIZE,
+            "num_kv_heads": max(1, layer.num_kv_heads // settings.tp_size),
+            "head_size": layer.head_dim,
+            "dtype": settings.cache_dtype,
+            "max_tp_shards": layer.num_kv_heads,
+        }
+        window = layer.window
+        specs[cache_name(i)] = (
+            FullAttentionSpec(**sizes)
+            if window is None
+            else SlidingWindowSpec(**sizes, sliding_window=window)
+        )
+    return specs
+
+
+def cache_name(index: int) -> str:
+    """The name of the cache that layer `index` reads."""
+    return f"model.layers.{index}.self_attn.attn"
