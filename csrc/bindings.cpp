@@ -7,8 +7,11 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <atomic>
+#include <exception>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ops.h"
@@ -160,7 +163,36 @@ void write_kv(Tensor pages, const Tensor& key, const Tensor& value, const Tensor
   run(active_kernels().write_kv, args, key.size(0), key.size(1) * pages.size(3));
 }
 
-void copy_blocks(Tensor target, const Tensor& source, const Tensor& target_blocks, const Tensor& source_blocks) {
+// Every id is a row, none is written twice, and none is read that is written: rows are copied in any order, a few at once.
+void check_rows(const CopyRowsArgs& a, const Tensor& target, const Tensor& source, int64_t count) {
+  const int64_t targets = target.size(0), sources = source.size(0);
+  STD_TORCH_CHECK(targets <= 1 || a.target_stride_bytes >= a.row_bytes, "vllm_native: target blocks overlap");
+  std::vector<bool> written(size_t(targets), false);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t to = a.target_rows[i], from = a.source_rows[i];
+    STD_TORCH_CHECK(to >= 0 && to < targets && from >= 0 && from < sources, "vllm_native: blocks ", from, " -> ", to,
+                    " are outside ", sources, " -> ", targets);
+    STD_TORCH_CHECK(!written[size_t(to)], "vllm_native: block ", to, " is a target twice");
+    written[size_t(to)] = true;
+  }
+  const int64_t stride = a.target_stride_bytes, apart = a.source - a.target;
+  if (count == 0 || a.row_bytes == 0 || apart >= (targets - 1) * stride + a.row_bytes ||
+      -apart >= (sources - 1) * a.source_stride_bytes + a.row_bytes) {
+    return;  // nothing in common
+  }
+  STD_TORCH_CHECK(stride == a.source_stride_bytes && stride > 0, "vllm_native: source and target overlap");
+  const int64_t shift = ((apart % stride) + stride) % stride;
+  if (shift >= a.row_bytes && stride - shift >= a.row_bytes) return;  // other columns of the same rows
+  STD_TORCH_CHECK(shift == 0, "vllm_native: source and target blocks overlap");
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = a.source_rows[i] + apart / stride;
+    STD_TORCH_CHECK(row < 0 || row >= targets || !written[size_t(row)], "vllm_native: block ", row,
+                    " is both a source and a target");
+  }
+}
+
+void copy_host_blocks(Tensor target, const Tensor& source, const Tensor& target_blocks, const Tensor& source_blocks,
+                      int64_t threads) {
   check_dim(target, 2, "target");
   check_dim(source, 2, "source");
   check_contiguous(target_blocks, "target_blocks");
@@ -169,14 +201,33 @@ void copy_blocks(Tensor target, const Tensor& source, const Tensor& target_block
                       target_blocks.numel() == source_blocks.numel(),
                   "vllm_native: block ids must be int64, as many targets as sources");
   STD_TORCH_CHECK(target.scalar_type() == source.scalar_type() && target.size(1) == source.size(1) &&
-                      target.stride(1) == 1 && source.stride(1) == 1,
+                      (target.size(1) <= 1 || (target.stride(1) == 1 && source.stride(1) == 1)),
                   "vllm_native: source and target blocks must be alike");
-  const int64_t bytes = item_size(target);
+  const int64_t bytes = item_size(target), count = target_blocks.numel();
   const CopyRowsArgs args{write<char>(target),          read<char>(source),       read<int64_t>(target_blocks),
                           read<int64_t>(source_blocks), target.size(1) * bytes,   target.stride(0) * bytes,
                           source.stride(0) * bytes};
-  // On the caller's thread: one is near the memory's speed, and copies run beside a forward that has the others.
-  active_kernels().copy_rows(args, 0, target_blocks.numel());
+  check_rows(args, target, source, count);
+  // A thread takes little at a time, so that none is waited for long; one is started for enough to be worth it.
+  constexpr int64_t kShareBytes = 1 << 20, kThreadBytes = 4 << 20;
+  const int64_t share = args.row_bytes > 0 && args.row_bytes < kShareBytes ? kShareBytes / args.row_bytes : 1;
+  const int64_t shares = (count + share - 1) / share, worth = count * args.row_bytes / kThreadBytes;
+  std::atomic<int64_t> taken{0};
+  const auto work = [&] {
+    for (int64_t i; (i = taken.fetch_add(1)) < shares;) {
+      const int64_t end = (i + 1) * share;
+      active_kernels().copy_rows(args, i * share, end < count ? end : count);
+    }
+  };
+  // Threads of their own: torch's belong to a forward that runs meanwhile. They inherit the priority of this one.
+  std::vector<std::thread> others;
+  try {
+    for (int64_t i = 1; i < threads && i < worth; ++i) others.emplace_back(work);
+  } catch (const std::exception&) {
+    // The system has no more: those that are there do it.
+  }
+  work();
+  for (std::thread& other : others) other.join();
 }
 
 void paged_decode_attention(Tensor out, const Tensor& q, const Tensor& pages, const Tensor& table,
@@ -331,7 +382,10 @@ STABLE_TORCH_LIBRARY(vllm_native, m) {
   m.def("silu_and_mul(Tensor gate_up, float limit) -> Tensor");
   m.def("rotary(Tensor(a!) x, Tensor cos_sin, bool interleaved) -> ()");
   m.def("write_kv(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots) -> ()");
-  m.def("copy_blocks(Tensor(a!) target, Tensor source, Tensor target_blocks, Tensor source_blocks) -> ()");
+  m.def("copy_blocks(Tensor(a!) target, Tensor source, Tensor target_blocks, Tensor source_blocks) -> ()");  // CUDA's
+  m.def(
+      "copy_host_blocks(Tensor(a!) target, Tensor source, Tensor target_blocks, Tensor source_blocks, int threads)"
+      " -> ()");
   m.def(
       "paged_decode_attention(Tensor(a!) out, Tensor q, Tensor pages, Tensor table, Tensor lengths, Tensor lows,"
       " int length_max, float scale) -> ()");
@@ -351,7 +405,7 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_native, CPU, m) {
   m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
   m.impl("rotary", TORCH_BOX(&rotary));
   m.impl("write_kv", TORCH_BOX(&write_kv));
-  m.impl("copy_blocks", TORCH_BOX(&copy_blocks));
+  m.impl("copy_host_blocks", TORCH_BOX(&copy_host_blocks));
   m.impl("paged_decode_attention", TORCH_BOX(&paged_decode_attention));
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("delta_rule_step", TORCH_BOX(&delta_rule_step));

@@ -52,6 +52,20 @@ _STREAMS_MAX = 16
 # From this many rows on, weights of half size are widened once and multiplied by the fp32 matrix product of torch.
 _WIDEN_ROWS = 192
 
+# What the library must have; one that was built from other sources may lack some.
+_NATIVE_OPS = (
+    "add_rms_norm",
+    "copy_host_blocks",
+    "delta_rule_step",
+    "linear",
+    "mhc_weights",
+    "paged_decode_attention",
+    "rms_norm",
+    "rotary",
+    "silu_and_mul",
+    "write_kv",
+)
+
 _HAS_CUDA_OPS = _CUDA_LIBRARY.exists() and torch.cuda.is_available()
 
 
@@ -71,6 +85,13 @@ def _load() -> Any:
             torch.ops.load_library(str(_CUDA_LIBRARY))
     except OSError as error:
         logger.warning("Native ops cannot be loaded (%s); the slower torch reference ops are used", error)
+        return None
+    missing = [name for name in _NATIVE_OPS if not hasattr(torch.ops.vllm_native, name)]
+    if missing:
+        logger.warning(
+            "The native library was built from other sources (it has no %s); the slower torch reference ops are used",
+            ", ".join(missing),
+        )
         return None
     return torch.ops.vllm_native
 
@@ -230,19 +251,24 @@ def can_copy_over_bus() -> bool:
     return _native is not None and _HAS_CUDA_OPS
 
 
-def copy_blocks(target: Tensor, source: Tensor, target_blocks: Tensor, source_blocks: Tensor) -> None:
+def copy_blocks(
+    target: Tensor, source: Tensor, target_blocks: Tensor, source_blocks: Tensor, threads: int = 1
+) -> None:
     """Copies whole blocks, `source[source_blocks[i]] → target[target_blocks[i]]`.
 
     Both are `[blocks, bytes]` of one dtype (rows may be strided, also the same tensor); ids are int64. A block must
-    not be a target twice, nor both a source and a target in one call. One side may be host memory that is pinned for the
-    device of the other (`can_copy_over_bus`); a device also has to be able to read the ids.
+    not be a target twice, nor both a source and a target in one call; in host memory that is refused, and so are ids
+    out of range. One side may be host memory that is pinned for the device of the other (`can_copy_over_bus`); a device
+    also has to be able to read the ids. ``threads``: how many may share a large copy in host memory.
     """
-    on_device = target.is_cuda or source.is_cuda
-    is_served = can_copy_over_bus() if on_device else target.is_cpu and source.is_cpu
-    if _native is not None and is_served:
-        _native.copy_blocks(target, source, target_blocks, source_blocks)
-    else:
-        copy_blocks_ref(target, source, target_blocks, source_blocks)
+    if target.is_cuda or source.is_cuda:
+        if can_copy_over_bus():
+            _native.copy_blocks(target, source, target_blocks, source_blocks)
+            return
+    elif _native is not None and target.is_cpu and source.is_cpu:
+        _native.copy_host_blocks(target, source, target_blocks, source_blocks, threads)
+        return
+    copy_blocks_ref(target, source, target_blocks, source_blocks)
 
 
 def paged_decode_attention_ref(

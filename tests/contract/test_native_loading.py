@@ -46,6 +46,20 @@ def test_reference_ops_take_over_with_a_notice(content: bytes | None, notice: st
     assert "the slower torch reference ops are used" in output
 
 
+def test_a_library_of_other_sources_is_left_aside_with_a_notice() -> None:
+    script = (
+        "from vllm import _custom_ops as ops\n"
+        "if ops.has_native_ops():\n"
+        "    ops._NATIVE_OPS += ('op_of_later_sources',)\n"
+        "    assert ops._load() is None\n"
+        "else:\n"
+        "    print('was built from other sources (it has no op_of_later_sources)')\n"
+    )
+    done = run([sys.executable, "-c", script])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "was built from other sources (it has no op_of_later_sources)" in done.stdout + done.stderr
+
+
 def test_a_native_core_of_other_sources_is_left_aside_with_a_notice() -> None:
     script = (
         "import sys, types; sys.modules['vllm._kv_core'] = types.ModuleType('vllm._kv_core')\n"

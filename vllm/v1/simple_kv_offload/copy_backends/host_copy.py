@@ -5,8 +5,10 @@ Owns the inner loop that the inline and the threaded backend share. Layer L6.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from vllm import _custom_ops as ops
@@ -18,13 +20,24 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
 )
 
 # One guarded piece: long enough that taking the interpreter lock in between costs nothing, short enough to give up soon.
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 128 << 20
+THREADS_MAX = 4
+"""Threads that share a large copy: one alone moves less than the memory can give. More would be in the way of others."""
+
+
+def usable_copy_threads() -> int:
+    """As many as there are processors for this process, within bounds."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(THREADS_MAX, usable)
 
 
 class HostCopier:
-    """Pairs of (device, tier) regions in host memory and the copy between them. Thread-safe."""
+    """Pairs of (device, tier) regions in host memory and the copy between them. Thread-safe.
 
-    def __init__(self, device_regions: Regions, tier_regions: Regions) -> None:
+    ``threads`` share a large copy, the caller's own included.
+    """
+
+    def __init__(self, device_regions: Regions, tier_regions: Regions, threads: int = 1) -> None:
         if set(device_regions) != set(tier_regions):
             raise ValueError(
                 f"regions differ: device has {sorted(device_regions)}, tier has {sorted(tier_regions)}"
@@ -33,6 +46,7 @@ class HostCopier:
             _check_region(region)
         self._device_regions = device_regions
         self._tier_regions = tier_regions
+        self._threads = threads
         self._blocks_per_piece = max(1, PIECE_BYTES // max(1, bytes_per_block(device_regions)))
 
     def wait_and_copy(self, job: CopyJob) -> None:
@@ -58,11 +72,13 @@ class HostCopier:
                     return
                 for from_region, to_region in pairs:
                     # One call for the whole piece, without the interpreter lock.
-                    ops.copy_blocks(to_region, from_region, target_ids[piece], source_ids[piece])
+                    ops.copy_blocks(
+                        to_region, from_region, target_ids[piece], source_ids[piece], self._threads
+                    )
 
 
 def _ids(blocks: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(blocks, dtype=torch.int64)
+    return torch.from_numpy(np.array(blocks, dtype=np.int64))
 
 
 def _check_region(region: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
     Regions,
     WaitEvent,
 )
-from vllm.v1.simple_kv_offload.copy_backends.host_copy import HostCopier
+from vllm.v1.simple_kv_offload.copy_backends.host_copy import HostCopier, usable_copy_threads
 from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
 
 DEFAULT_DEADLINE_S = 60.0
@@ -28,9 +28,16 @@ STORE_NICENESS = 5
 class ThreadedCopyBackend(RegionCopyBackend):
     """Loads and stores run beside the forward and never wait for each other."""
 
-    def __init__(self, clock: Clock | None = None, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        copy_threads: int | None = None,
+    ) -> None:
+        """``copy_threads`` share a large copy; None: as many as there are processors, within bounds."""
         self._clock = clock or MonotonicClock()
         self._deadline_s = deadline_s
+        self._copy_threads = usable_copy_threads() if copy_threads is None else copy_threads
         self._copier: HostCopier | None = None
         self._lanes: dict[bool, CopyLane] = {}
 
@@ -43,7 +50,7 @@ class ThreadedCopyBackend(RegionCopyBackend):
         store_stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Bind the regions (both in host memory) and start the threads. Streams have no meaning here."""
-        self._copier = HostCopier(gpu_caches, cpu_caches)
+        self._copier = HostCopier(gpu_caches, cpu_caches, self._copy_threads)
         self._lanes = {
             is_store: CopyLane(name, self._copier.wait_and_copy, self._clock, self._deadline_s, niceness)
             for is_store, name, niceness in (
