@@ -1,4 +1,4 @@
-"""What every copy backend must do: bytes, order, errors as results, closing. New backends join the list below."""
+"""What every copy backend of the table must do, bare and in the wrapper of tests: bytes, order, errors as results, closing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from vllm.utils.clock import MonotonicClock
 from vllm.v1.simple_kv_offload.copy_backend import COPY_BACKENDS, create_copy_backend
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyBackend, CopyResult
 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
-from vllm.v1.simple_kv_offload.disk_backend import DiskBackend
 
 BLOCKS, SLOTS = 12, 8
 WIDTHS = {"a": 64, "b": 160}
 CPU = torch.device("cpu")
-FAULTY = "faulty"
+FAULTY = "faulty "
 
 
 class Bench:
@@ -34,30 +33,27 @@ class Bench:
         # Rows lie apart, as pages of one layer inside a block do.
         self.device = {name: rows[name][:, :width] for name, width in WIDTHS.items()}
         self.fill()
-        self.backend: CopyBackend
-        if kind == "disk":
-            disk = DiskBackend(clock=MonotonicClock(), deadline_s=30.0)
-            disk.init(
-                self.device,
-                CPU,
-                None,
-                None,
-                str(folder / "kv.e.rank_0"),
-                SLOTS,
-                sum(WIDTHS.values()),
-                2,
-                True,
-            )
-            self.backend = disk
-        else:
-            self.tier = {name: torch.zeros(SLOTS, width, dtype=torch.int8) for name, width in WIDTHS.items()}
-            region = create_copy_backend("threaded" if kind == FAULTY else kind, MonotonicClock(), 30.0)  # type: ignore[arg-type]
-            on_host = device == CPU
-            if not on_host:
-                assert all(pin_tensor(rows) for rows in self.tier.values())
-            streams = [None if on_host else torch.cuda.Stream(device) for _ in range(2)]
-            region.init(self.device, self.tier, device, *streams)
-            self.backend = FaultyBackend(region, seed=0, rate=0.0) if kind == FAULTY else region
+        inner = kind.removeprefix(FAULTY)
+        self.copies_at_once = inner == "inline"
+        self.backend: CopyBackend = self._on_disk(folder) if inner == "disk" else self._on_host(inner, device)
+        if kind != inner:
+            self.backend = FaultyBackend(self.backend, seed=0, rate=0.0)
+
+    def _on_disk(self, folder: Path) -> CopyBackend:
+        disk = create_copy_backend("disk", MonotonicClock(), 30.0)
+        path, block_bytes = str(folder / "kv.e.rank_0"), sum(WIDTHS.values())
+        disk.init(self.device, CPU, None, None, path, SLOTS, block_bytes, 2, True)
+        return disk
+
+    def _on_host(self, kind: str, device: torch.device) -> CopyBackend:
+        self.tier = {name: torch.zeros(SLOTS, width, dtype=torch.int8) for name, width in WIDTHS.items()}
+        backend = create_copy_backend(kind, MonotonicClock(), 30.0)  # type: ignore[call-overload]
+        on_host = device == CPU
+        if not on_host:
+            assert all(pin_tensor(rows) for rows in self.tier.values())
+        streams = [None if on_host else torch.cuda.Stream(device) for _ in range(2)]
+        backend.init(self.device, self.tier, device, *streams)
+        return backend
 
     def fill(self) -> None:
         for number, region in enumerate(self.device.values()):
@@ -79,7 +75,8 @@ class Bench:
 
 
 # The wrapper of tests changes nothing while no fault is planted. "cuda_dma" runs all this where a GPU is: tests/gpu.
-KINDS = [kind for kind in COPY_BACKENDS if kind != "cuda_dma"] + ["disk", FAULTY]
+ON_ANY_MACHINE = [kind for kind in COPY_BACKENDS if kind != "cuda_dma"]
+KINDS = [*ON_ANY_MACHINE, *(FAULTY + kind for kind in ON_ANY_MACHINE)]
 
 
 @pytest.fixture(params=KINDS)
@@ -150,7 +147,7 @@ def test_an_exception_while_waiting_is_a_failed_result(bench: Bench) -> None:
     assert done(bench.copy([1], [0], True)).error is None
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "inline"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("inline")])
 def test_a_load_does_not_wait_behind_stores(kind: str, tmp_path: Path) -> None:
     """Nor does it take the time of waiting for the device as its own."""
     bench = Bench(kind, tmp_path)
@@ -189,7 +186,7 @@ def test_the_caller_may_reuse_its_lists(bench: Bench) -> None:
     source, target = [1], [0]
     events: list[Any] = []
     # The reference backend copies inside the call, so that its gate has to be open.
-    if type(bench.backend).__name__ == "InlineCopyBackend":
+    if bench.copies_at_once:
         gate.set()
     bench.backend.launch_copy(source, target, True, 1, events, Gate())
     source[0], target[0] = 9, 5

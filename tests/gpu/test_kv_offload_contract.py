@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.contract.test_copy_backends import (
+    FAULTY,
     Bench,
     test_a_store_reads_after_its_wait_event,
     test_after_shutdown_jobs_fail_at_once,
@@ -41,8 +42,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench("cuda_dma", tmp_path, torch.device("cuda", 0))
+@pytest.fixture(params=["cuda_dma", FAULTY + "cuda_dma"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(request.param, tmp_path, torch.device("cuda", 0))
     yield bench
     bench.backend.shutdown()

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.clock import Clock
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.simple_kv_offload.copy_backend import create_copy_backend
 from vllm.v1.simple_kv_offload.copy_backends.base import Regions, bytes_per_block
 from vllm.v1.simple_kv_offload.copy_backends.disk import DiskBackend
 from vllm.v1.simple_kv_offload.copy_backends.disk_file import refuse_place, refuse_read_only
@@ -99,7 +100,7 @@ class DiskFile:
         path: str,
         kept_digest: bytes | None,
     ) -> DiskBackend:
-        backend = DiskBackend(clock=self.clock, deadline_s=self.deadline_s)
+        backend = create_copy_backend("disk", self.clock, self.deadline_s)
         backend.init(
             regions,
             device,
