@@ -196,7 +196,15 @@ def make_request(
     """A request whose blocks are hashed as the scheduler expects; `fields` go to sampling params or the request."""
     own = {
         key: fields.pop(key)
-        for key in ("priority", "arrival_time", "client_index", "resumable", "lora_request", "cache_salt")
+        for key in (
+            "priority",
+            "arrival_time",
+            "client_index",
+            "resumable",
+            "lora_request",
+            "cache_salt",
+            "mm_features",
+        )
         if key in fields
     }
     own.setdefault("arrival_time", float(len(scheduler.requests)))
