@@ -47,12 +47,16 @@ class ParallelConfig:
 
     world_size: int = state(default=1, doc="Workers of one engine.")
     data_parallel_index: int = state(default=0, doc="Index of this replica among all.")
+    replicas_on_node: int = state(
+        default=1, doc="Engines of this server, which share the node's memory, processors and devices."
+    )
 
     def __post_init__(self) -> None:
         self.world_size = (
             self.pipeline_parallel_size * self.tensor_parallel_size * self.prefill_context_parallel_size
         )
         self.data_parallel_index = self.data_parallel_rank
+        self.replicas_on_node = self.data_parallel_size
         backend = self.distributed_executor_backend
         if isinstance(backend, str) and backend not in EXECUTOR_BACKENDS and "." not in backend:
             raise ValueError(
@@ -74,3 +78,13 @@ class ParallelConfig:
     def world_size_across_dp(self) -> int:
         """Workers of all engine replicas."""
         return self.world_size * self.data_parallel_size
+
+    @property
+    def first_local_rank(self) -> int:
+        """Where this replica's ranks begin among those of the node: on GPUs the device of its first one."""
+        return self.data_parallel_index * self.world_size
+
+    def become_replica(self, index: int) -> None:
+        """Configure replica `index` of several: an engine of its own, told apart from the others by its index alone."""
+        self.data_parallel_index = index
+        self.data_parallel_size, self.data_parallel_rank = 1, 0

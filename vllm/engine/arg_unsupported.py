@@ -35,7 +35,7 @@ def _warn(group: str, kind: str, default: Any, reason: str, flag: Flag = PLAIN) 
 
 _MEDIA: Final = "this engine serves text only"
 _ONE_NODE: Final = (
-    "engines are not replicated or spread over nodes by this build; start one server per replica"
+    "this build replicates an engine on one node and behind one server only (data_parallel_size)"
 )
 _NO_EXPERT_PARALLEL: Final = "experts are not spread over ranks by this build"
 _NO_LORA: Final = "LoRA adapters are not part of this build"

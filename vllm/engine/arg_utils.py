@@ -89,7 +89,7 @@ class EngineArgs:
                 f"runner={model.runner!r}, convert={model.convert!r}: this engine serves generation only"
             )
         parallel = ParallelConfig(**self._values_of(ParallelConfig))
-        _check_parallel(parallel)
+        _check_parallel(parallel, self.data_parallel_rank)
         if self.mamba_cache_mode is not None:
             logger.warning_once("--mamba-cache-mode is deprecated and has no effect")
         cache_values = self._values_of(CacheConfig)
@@ -197,14 +197,21 @@ def _check_environment(fail: bool) -> None:
         logger.warning_once("Environment variable %s has no effect: %s", name, reason)
 
 
-def _check_parallel(parallel: ParallelConfig) -> None:
-    refused = ["data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"]
+def _check_parallel(parallel: ParallelConfig, given_rank: int | None) -> None:
+    if parallel.data_parallel_size > 1 and given_rank is not None:
+        raise ValueError(
+            f"data_parallel_rank={given_rank} is not supported with data_parallel_size={parallel.data_parallel_size}: "
+            "one server starts all replicas and chooses among them"
+        )
+    refused = ["prefill_context_parallel_size", "decode_context_parallel_size"]
     if parallel.distributed_executor_backend in (None, *EXECUTOR_BACKENDS):
         refused.append("pipeline_parallel_size")  # an executor from outside may have stages
     for name in refused:
         size: int = vars(parallel)[name]
         if size > 1:
-            raise ValueError(f"{name}={size} is not supported: only tensor_parallel_size may exceed 1")
+            raise ValueError(
+                f"{name}={size} is not supported: only tensor_parallel_size and data_parallel_size may exceed 1"
+            )
 
 
 __all__ = ["AsyncEngineArgs", "EngineArgs", "ArgSpec", "TABLE"]

@@ -36,6 +36,14 @@ def test_parallel_sizes():
     assert (config.world_size, config.world_size_across_dp, config.data_parallel_index) == (6, 12, 1)
 
 
+def test_a_replica_is_an_engine_of_its_own_that_knows_its_place():
+    config = ParallelConfig(tensor_parallel_size=2, data_parallel_size=3)
+    assert (config.first_local_rank, config.replicas_on_node) == (0, 3)
+    config.become_replica(2)
+    assert (config.data_parallel_size, config.data_parallel_rank, config.data_parallel_index) == (1, 0, 2)
+    assert (config.first_local_rank, config.replicas_on_node, config.world_size) == (4, 3, 2)
+
+
 @pytest.mark.parametrize(
     "bad",
     [

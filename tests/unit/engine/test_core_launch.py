@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.v1.engine import core_launch
+from vllm.v1.engine.core_main import CoreStart, become_replica
 
 
 def test_sockets_lie_below_the_chosen_folder(monkeypatch, tmp_path):
@@ -58,3 +60,28 @@ def test_a_process_has_the_chosen_time_to_end(tmp_path):
     cores.close()
     assert deaf.killed
     assert 70 < (deaf.asked[0] or 0) <= 77
+
+
+def test_several_cores_share_the_processors_unless_the_user_says_so(monkeypatch):
+    def threads(**sizes):
+        config = VllmConfig(parallel_config=ParallelConfig(**sizes))
+        return core_launch._share_of_processors(CoreStart(config, None, False, 0, "", 1))
+
+    monkeypatch.setattr(core_launch.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads() == {}
+    assert threads(data_parallel_size=2) == {"OMP_NUM_THREADS": "4"}
+    assert threads(data_parallel_size=2, tensor_parallel_size=2) == {"OMP_NUM_THREADS": "2"}
+    assert threads(data_parallel_size=16) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(data_parallel_size=2) == {}
+
+
+def test_each_replica_has_a_name_of_its_own_for_its_peers():
+    config = VllmConfig(
+        parallel_config=ParallelConfig(data_parallel_size=2),
+        kv_transfer_config=KVTransferConfig(kv_connector="A", kv_role="kv_both", engine_id="me"),
+    )
+    become_replica(config, 1)
+    assert config.kv_transfer_config.engine_id == "me_dp1"
+    assert config.parallel_config.data_parallel_index == 1

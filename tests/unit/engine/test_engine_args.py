@@ -153,7 +153,22 @@ def test_parts_may_be_objects_mappings_or_text(folder):
         ({"kv_events_config": 3}, "kv_events_config=3 must be a JSON object"),
         ({"runner": "pooling"}, "runner='pooling'"),
         ({"convert": "embed"}, "convert='embed'"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
+        (
+            {"data_parallel_size": 2, "data_parallel_rank": 0},
+            "data_parallel_rank=0 is not supported with data_parallel_size=2: one server starts all replicas",
+        ),
+        (
+            {"data_parallel_address": "10.0.0.1", "data_parallel_size": 2},
+            "data-parallel-address.*on one node",
+        ),
+        (
+            {"data_parallel_external_lb": True, "data_parallel_size": 2},
+            "data-parallel-external-lb.*one server",
+        ),
+        (
+            {"data_parallel_backend": "ray", "data_parallel_size": 2},
+            "data-parallel-backend='ray'.*on one node",
+        ),
         (
             {"pipeline_parallel_size": 2},
             "pipeline_parallel_size=2 is not supported: only tensor_parallel_size",

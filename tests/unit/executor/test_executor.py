@@ -29,6 +29,14 @@ def executor(request):
     executor.shutdown()
 
 
+def test_a_replica_takes_the_devices_behind_those_of_the_replicas_before_it() -> None:
+    config = config_for(data_parallel_size=3)
+    config.parallel_config.become_replica(2)
+    executor = UniProcExecutor(config)
+    assert (worker_of(executor).local_rank, worker_of(executor).rank) == (2, 0)
+    executor.shutdown()
+
+
 def worker_of(executor: UniProcExecutor) -> FakeWorker:
     worker = executor.driver_worker.worker
     assert isinstance(worker, FakeWorker)

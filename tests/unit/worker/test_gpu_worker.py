@@ -65,9 +65,11 @@ def test_no_device_is_said_clearly(cuda) -> None:
 
 
 def test_a_rank_without_a_device_of_its_own_is_refused(cuda) -> None:
-    worker = make_worker()
-    worker.local_rank = 1
-    with pytest.raises(ValueError, match="needs a GPU of its own, and this process sees 1"):
+    config = engine_config(kv_cache_memory_bytes=None, data_parallel_size=2)
+    config.parallel_config.become_replica(1)
+    worker = Worker(config, config.parallel_config.first_local_rank, 0, "")
+    told = r"data_parallel_size=2: rank 0 of replica 1 needs a GPU of its own \(cuda:1\), and this process sees 1"
+    with pytest.raises(ValueError, match=told):
         worker.init_device()
 
 

@@ -1,7 +1,7 @@
 """The asyncio client of engine core processes.  Layer L7.
 
-Owns which of several data-parallel cores gets a request, and the task that reads outputs. Must not know text. One event
-loop uses it; it may be built before that loop runs.
+Owns the task that reads outputs, and what the answers of several data-parallel cores are as one. Must not know text. One
+event loop uses it; it may be built before that loop runs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ import zmq.asyncio
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.engine.core_connection import SocketConnection
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.replica_choice import ReplicaChoice
 from vllm.v1.engine.serial import Frame
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.messages import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 
 logger = init_logger(__name__)
+
+# What is asked of each worker: the answers of all cores' workers, in order.
+PER_WORKER = frozenset({"collective_rpc", "list_loras"})
 
 
 class AsyncMPClient:
@@ -38,8 +43,7 @@ class AsyncMPClient:
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._cores_of: dict[str, int] = {}
-        self._loads = [0] * self.num_cores
+        self._choice = ReplicaChoice(self.num_cores)
         self._closed = False
         self._connection.cores.watch(self._on_death)
 
@@ -56,13 +60,9 @@ class AsyncMPClient:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Hand over a request, to the wanted core or the one with the fewest requests."""
+        """Hand over a request, to the core that it asks for or else to the one that `ReplicaChoice` finds."""
         self._start()
-        core = request.data_parallel_rank
-        if core is None:
-            core = self._loads.index(min(self._loads))
-        self._cores_of[request.request_id] = core
-        self._loads[core] += 1
+        core = self._choice.place(request)
         self._send(self._connection.frames(EngineCoreRequestType.ADD, request, core))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
@@ -74,23 +74,27 @@ class AsyncMPClient:
         if self._connection.dead is not None:
             return
         for core in range(self.num_cores):
-            ids = [request_id for request_id in request_ids if self._cores_of.get(request_id) == core]
+            ids = [request_id for request_id in request_ids if self._choice.replica_of(request_id) == core]
             if ids:
                 self._send(self._connection.frames(EngineCoreRequestType.ABORT, ids, core))
         for request_id in request_ids:
-            self._forget(request_id)
-
-    def _forget(self, request_id: str) -> None:
-        core = self._cores_of.pop(request_id, None)
-        if core is not None:
-            self._loads[core] -= 1
+            self._choice.forget(request_id)
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Call a method on every core; several results are joined (`all` of booleans, lists in a row, else the first)."""
-        return _joined(await self.call_each_async(method, *args))
+        """Call a method on every core. Of several results: True if all are, what the workers say in a row, else the first.
+
+        Cores are alike, so that what they tell of themselves is the same.
+        """
+        results = await self.call_each_async(method, *args)
+        if all(isinstance(result, bool) for result in results):
+            return all(results)
+        return [item for result in results for item in result] if method in PER_WORKER else results[0]
 
     async def call_each_async(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on every core; the results in the cores' order."""
+        """Call a method on every core; the results in the cores' order.
+
+        When all have answered, a failure is raised: of several cores with the number of the one that failed.
+        """
         self._connection.check_alive()
         self._start()
         futures = []
@@ -98,7 +102,7 @@ class AsyncMPClient:
             frames, future = self._connection.new_call(method, args, core)
             self._send(frames)
             futures.append(asyncio.wrap_future(future))
-        return await asyncio.gather(*futures)
+        return _checked(await asyncio.gather(*futures, return_exceptions=True))
 
     def _send(self, frames: list[Frame]) -> None:
         self._connection.check_alive()
@@ -115,7 +119,7 @@ class AsyncMPClient:
             raise output
         for item in output.outputs:
             if item.finished:
-                self._forget(item.request_id)
+                self._choice.forget(item.request_id)
         return output
 
     def _start(self) -> None:
@@ -172,11 +176,15 @@ def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
         loop.call_soon_threadsafe(task.cancel)
 
 
-def _joined(results: list[Any]) -> Any:
-    if len(results) == 1:
-        return results[0]
-    if all(isinstance(result, bool) for result in results):
-        return all(results)
-    if all(isinstance(result, list) for result in results):
-        return [item for result in results for item in result]
-    return results[0]
+def _checked(results: list[Any]) -> list[Any]:
+    """The results, if none is an exception; else the first one. What all say alike is not said of one of them."""
+    failures = {core: result for core, result in enumerate(results) if isinstance(result, BaseException)}
+    if not failures:
+        return results
+    core, first = next(iter(failures.items()))
+    alike = len(failures) == len(results) and len({str(failure) for failure in failures.values()}) == 1
+    if alike or isinstance(first, EngineDeadError) or not isinstance(first, RuntimeError):
+        raise first
+    told = "; ".join(f"engine {core}: {failure}" for core, failure in failures.items())
+    # Where some cores have done what they were asked, something has changed: that is no refusal.
+    raise (type(first) if len(failures) == len(results) else RuntimeError)(told) from first

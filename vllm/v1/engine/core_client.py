@@ -86,10 +86,21 @@ class EngineCoreClient(ABC):
         """End the core. Idempotent."""
 
 
+def _refuse_replicas(vllm_config: VllmConfig) -> None:
+    """ValueError for a configuration of several replicas: a synchronous front end has one core."""
+    replicas = vllm_config.parallel_config.data_parallel_size
+    if replicas > 1:
+        raise ValueError(
+            f"data_parallel_size={replicas} needs the asyncio engine (the server, or AsyncLLM); with LLM, start a process "
+            "with an LLM of its own for each replica"
+        )
+
+
 class InprocClient(EngineCoreClient):
     """The core in this process: every `get_output` is one step."""
 
     def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool) -> None:
+        _refuse_replicas(vllm_config)
         self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
         self.ready = ready_response(self.engine_core, 0)
         self._utilities = utility_methods(self.engine_core)
@@ -160,9 +171,7 @@ class SyncMPClient(EngineCoreClient):
     """The core in its own process, for a synchronous front end. One thread reads its outputs."""
 
     def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool) -> None:
-        replicas = vllm_config.parallel_config.data_parallel_size
-        if replicas > 1:
-            raise ValueError(f"data_parallel_size={replicas} needs the asyncio engine (the server)")
+        _refuse_replicas(vllm_config)
         self._connection = SocketConnection(vllm_config, executor_class, log_stats)
         self.ready = self._connection.readies[0]
         self._outputs: queue.SimpleQueue[EngineCoreOutputs | Exception] = queue.SimpleQueue()

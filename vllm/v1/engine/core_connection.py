@@ -65,7 +65,7 @@ class SocketConnection:
         except BaseException:
             self.close(timeout=1.0)
             raise
-        apply_resolved_settings(vllm_config, self.cores.resolved, self.readies[0])
+        apply_resolved_settings(vllm_config, self.cores.resolved[self.cores.identities[0]], self.readies)
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self.context.socket(kind)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,7 +100,8 @@ class SpawnedCore:
     def __init__(self, start: CoreStart) -> None:
         payload = pickle.dumps(start, protocol=pickle.HIGHEST_PROTOCOL)
         prefix = f"{envs.VLLM_LOGGING_PREFIX}(EngineCore {start.engine_index}) "
-        self._process = start_python("vllm.v1.engine.core_main", payload, {"VLLM_LOGGING_PREFIX": prefix})
+        variables = {"VLLM_LOGGING_PREFIX": prefix, **_share_of_processors(start)}
+        self._process = start_python("vllm.v1.engine.core_main", payload, variables)
         self.pid = self._process.pid
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -119,16 +120,24 @@ class SpawnedCore:
         self._process.kill()
 
 
+def _share_of_processors(start: CoreStart) -> dict[str, str]:
+    """How many compute threads a rank of one of several cores gets, unless the user says so."""
+    parallel = start.vllm_config.parallel_config
+    if parallel.data_parallel_size == 1 or os.environ.get("OMP_NUM_THREADS"):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // parallel.world_size_across_dp))}
+
+
 @dataclass
 class CoreProcesses:
-    """Running cores. `grace_s`: time to end in; `resolved`: what they decided about the configuration."""
+    """Running cores. `grace_s`: time to end in; `resolved`: what each decided about the configuration."""
 
     processes: list[CoreProcess]
     input_address: str
     output_address: str
     folder: Path
     grace_s: float
-    resolved: dict[str, Any] = field(default_factory=dict)
+    resolved: dict[bytes, dict[str, Any]] = field(default_factory=dict)
     _closing: bool = False
     _owner: int = field(default_factory=os.getpid)
 
@@ -138,30 +147,36 @@ class CoreProcesses:
         return [index.to_bytes(2, "little") for index in range(len(self.processes))]
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call `on_death` (from another thread) when a core ends before `close`."""
+        """Call `on_death` (from another thread) when a core ends before `close`; the others are ended too then."""
 
-        def wait(process: CoreProcess) -> None:
+        def wait(index: int, process: CoreProcess) -> None:
             status = process.wait()
             if not self._closing:
-                on_death(f"Engine core process {process.pid} ended unexpectedly with status {status}.")
+                which = f"{process.pid} of replica {index}" if len(self.processes) > 1 else str(process.pid)
+                on_death(f"Engine core process {which} ended unexpectedly with status {status}.")
+                self._end([other for other in self.processes if other is not process], self.grace_s)
 
-        for process in self.processes:
-            threading.Thread(target=wait, args=(process,), name="core-watch", daemon=True).start()
+        for index, process in enumerate(self.processes):
+            threading.Thread(target=wait, args=(index, process), name="core-watch", daemon=True).start()
 
     def close(self, timeout: float | None = None) -> None:
         """End the cores: a request first, force after `timeout` seconds (None: `grace_s`). Idempotent."""
         if self._closing or os.getpid() != self._owner:
             return
         self._closing = True
-        deadline = time.monotonic() + (self.grace_s if timeout is None else timeout)
-        for process in self.processes:
+        self._end(self.processes, self.grace_s if timeout is None else timeout)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @staticmethod
+    def _end(processes: Sequence[CoreProcess], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        for process in processes:
             process.terminate()
-        for process in self.processes:
+        for process in processes:
             if process.wait(max(0.0, deadline - time.monotonic())) is None:
                 logger.warning("Engine core process %d does not end; it is killed.", process.pid)
                 process.kill()
                 process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _socket_folder() -> Path:
@@ -191,7 +206,7 @@ def start_cores(
         )  # its workers may be at a step for so long: it has to outlive them
     folder = _socket_folder()
     handshake_address = f"ipc://{folder}/handshake"
-    make = _process_class()
+    make = _process_class(num_cores)
     cores = CoreProcesses([], f"ipc://{folder}/input", f"ipc://{folder}/output", folder, grace_s)
     try:
         for index in range(num_cores):
@@ -207,9 +222,9 @@ def start_cores(
     return cores, socket
 
 
-def _process_class() -> Callable[[CoreStart], CoreProcess]:
-    if envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn":
-        return SpawnedCore
+def _process_class(num_cores: int) -> Callable[[CoreStart], CoreProcess]:
+    if num_cores > 1 or envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn":
+        return SpawnedCore  # of several, each has its own name in the log and its share of the processors
     threads = (
         len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
     )
@@ -262,10 +277,16 @@ def _handshake(cores: CoreProcesses, socket: zmq.Socket[bytes]) -> None:
                 [identity, msgspec.msgpack.encode({"addresses": addresses, "parallel_config": {}})]
             )
         elif message["status"] == "READY":
-            cores.resolved = message["resolved"]
+            cores.resolved[identity] = message["resolved"]
             waiting.discard(identity)
         elif message["status"] == "FAILED":
-            raise EngineStartError(f"The engine core could not start: {message['error']}")
+            raise EngineStartError(
+                f"The engine core {_which(cores, identity)}could not start: {message['error']}"
+            )
+
+
+def _which(cores: CoreProcesses, identity: bytes) -> str:
+    return f"of replica {cores.identities.index(identity)} " if len(cores.processes) > 1 else ""
 
 
 def _check_alive(cores: CoreProcesses, phase: str) -> None:

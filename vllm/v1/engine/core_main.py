@@ -93,7 +93,8 @@ def run_core(start: CoreStart, parent_pipe: int) -> int:
     try:
         addresses = handshake.addresses()
         config = start.vllm_config
-        config.parallel_config.data_parallel_rank = start.engine_index
+        if config.parallel_config.data_parallel_size > 1:
+            become_replica(config, start.engine_index)
         executor_class = start.executor_class or Executor.get_class(config)
         core = EngineCoreProc(config, executor_class, start.log_stats, start.engine_index, handshake.progress)
     except BaseException as error:
@@ -108,6 +109,13 @@ def run_core(start: CoreStart, parent_pipe: int) -> int:
         handshake.say("READY", resolved=resolved_settings(start.vllm_config))
         handshake.close()
         return _serve(core)
+
+
+def become_replica(config: VllmConfig, index: int) -> None:
+    """Make this the configuration of one of several replicas; its connector gets an id of its own."""
+    config.parallel_config.become_replica(index)
+    if config.kv_transfer_config is not None:
+        config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_dp{index}"
 
 
 def _serve(core: EngineCoreProc) -> int:

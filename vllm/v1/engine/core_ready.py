@@ -7,6 +7,7 @@ has decided. Must not know sockets.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -48,7 +49,7 @@ def ready_response(core: EngineCore, engine_index: int) -> EngineCoreReadyRespon
         dtype=str(model.dtype) if model is not None else "",
         vllm_version=__version__,
         world_size=parallel.world_size,
-        data_parallel_size=parallel.data_parallel_size,
+        data_parallel_size=parallel.replicas_on_node,
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         decode_context_parallel_size=parallel.decode_context_parallel_size,
@@ -75,10 +76,12 @@ def resolved_settings(config: VllmConfig) -> dict[str, Any]:
 
 
 def apply_resolved_settings(
-    config: VllmConfig, resolved: dict[str, Any], ready: EngineCoreReadyResponse
+    config: VllmConfig, resolved: dict[str, Any], readies: Sequence[EngineCoreReadyResponse]
 ) -> None:
-    """Take the core's decisions over into the front end's configuration."""
+    """Take the decisions of the cores over into the front end's configuration: the first one's sizes, and a length that
+    all of them can serve.
+    """
     for name in RESOLVED_CACHE_FIELDS:
         setattr(config.cache_config, name, resolved.get(name))
     if config.model_config is not None:
-        config.model_config.max_model_len = ready.max_model_len
+        config.model_config.max_model_len = min(ready.max_model_len for ready in readies)

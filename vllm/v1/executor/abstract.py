@@ -44,7 +44,9 @@ def _check_sizes(parallel_config: ParallelConfig, backend: str) -> None:
     ):
         size: int = vars(parallel_config)[name]
         if size > 1:
-            raise ValueError(f"{name}={size} is not supported: only tensor_parallel_size may exceed 1")
+            raise ValueError(
+                f"{name}={size} is not supported: only tensor_parallel_size and data_parallel_size may exceed 1"
+            )
     if backend == "uni" and parallel_config.world_size > 1:
         raise ValueError(
             f"distributed_executor_backend='uni' runs one rank, not {parallel_config.world_size}; use 'mp'"

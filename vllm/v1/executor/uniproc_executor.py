@@ -39,7 +39,7 @@ class UniProcExecutor(Executor):
     def _worker_kwargs(self) -> dict[str, Any]:
         return {
             "vllm_config": self.vllm_config,
-            "local_rank": 0,
+            "local_rank": self.vllm_config.parallel_config.first_local_rank,
             "rank": 0,
             "distributed_init_method": "",
             "is_driver_worker": True,

@@ -65,7 +65,7 @@ class WorkerProcess:
         self._wrapper.init_worker(
             {
                 "vllm_config": self._start.vllm_config,
-                "local_rank": self._start.rank,
+                "local_rank": self._start.vllm_config.parallel_config.first_local_rank + self._start.rank,
                 "rank": self._start.rank,
                 # A file in memory has no name that could be left behind, and no port that somebody else could take.
                 "distributed_init_method": f"file:///proc/self/fd/{self._start.meeting}",

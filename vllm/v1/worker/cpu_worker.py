@@ -74,7 +74,8 @@ class CPUWorker(ModelWorker):
     def determine_available_memory(self) -> int:
         """Bytes for this rank's KV cache: `kv_cache_memory_bytes`, or 4 GiB; all ranks get half of the free memory at most."""
         chosen = self.vllm_config.cache_config.kv_cache_memory_bytes
-        num_ranks = self.vllm_config.parallel_config.world_size
+        parallel = self.vllm_config.parallel_config
+        num_ranks = parallel.world_size * parallel.replicas_on_node
         return kv_cache_bytes(chosen, CpuPlatform.get_available_memory(), num_ranks)
 
     def check_sleep(self, level: int = 1) -> None:

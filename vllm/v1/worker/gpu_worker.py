@@ -61,9 +61,11 @@ class Worker(ModelWorker):
                 "no usable CUDA device; set VLLM_TARGET_DEVICE=cpu to run on the host processor"
             )
         if self.local_rank >= torch.cuda.device_count():
+            parallel = self.vllm_config.parallel_config
             raise ValueError(
-                f"tensor_parallel_size={self.vllm_config.parallel_config.tensor_parallel_size}: rank {self.rank} "
-                f"needs a GPU of its own, and this process sees {torch.cuda.device_count()}"
+                f"tensor_parallel_size={parallel.tensor_parallel_size}, data_parallel_size={parallel.replicas_on_node}: "
+                f"rank {self.rank} of replica {parallel.data_parallel_index} needs a GPU of its own ({self.device}), and "
+                f"this process sees {torch.cuda.device_count()}"
             )
         torch.cuda.set_device(self.device)
         free, total = torch.cuda.mem_get_info(self.device)

@@ -82,8 +82,8 @@ def build_offloading_config(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             pcp_size=parallel.prefill_context_parallel_size,
             dcp_size=parallel.decode_context_parallel_size,
             data_parallel_index=parallel.data_parallel_index,
-            data_parallel_size=parallel.data_parallel_size,
-            data_parallel_rank_local=parallel.data_parallel_rank,
+            data_parallel_size=parallel.replicas_on_node,
+            data_parallel_rank_local=parallel.data_parallel_index,
             # Pages have the layout of their rank.
             is_parallelism_agnostic=False,
         ),
