@@ -6,14 +6,20 @@ and the kernel drops them with their process, however that ends. Must not know w
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import mmap
 import os
 import stat
 import struct
 import time
+from contextlib import closing, suppress
+from pathlib import Path
 
 from vllm.logger import init_logger
 from vllm.utils.clock import Clock, MonotonicClock
+from vllm.v1.simple_kv_offload.copy_backends.numa import spread_over_nodes
+from vllm.v1.simple_kv_offload.copy_backends.prefault import MADV_POPULATE_WRITE
 
 logger = init_logger(__name__)
 
@@ -25,6 +31,7 @@ MAX_MEMBERS = 65
 RESERVE_BYTES = 256 << 20
 PROGRESS_S = 2.0
 """How often the log says how far the reservation is."""
+MOUNTS = Path("/proc/self/mountinfo")
 
 _MUTEX = 1 << 40
 _PLACES = _MUTEX + 1
@@ -117,15 +124,47 @@ def remove_if_unused(path: str) -> bool:
 
 
 def reserve(fd: int, size: int, clock: Clock, path: str) -> None:
-    """Give an empty file all of its memory, and tell in the log how far it is. ``OSError`` if there is too little."""
+    """Give an empty file all of its memory, and tell in the log how far it is. ``OSError`` if there is too little.
+
+    From all memory nodes in turn, and in huge pages where the mount gives them to who asks; for all processes that map it.
+    """
     os.ftruncate(fd, 0)
+    os.ftruncate(fd, size)
     next_word = clock.monotonic() + PROGRESS_S
-    for start in range(0, size, RESERVE_BYTES):
-        os.posix_fallocate(fd, start, min(RESERVE_BYTES, size - start))
-        if clock.monotonic() >= next_word:
-            next_word = clock.monotonic() + PROGRESS_S
-            done, whole = (start + RESERVE_BYTES) / 2**30, size / 2**30
-            logger.info("KV offload: reserving %s: %.1f of %.1f GiB", path, min(done, whole), whole)
+    # A mapping keeps its descriptor's locks alive: it gets one of its own.
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        mapping = mmap.mmap(own, size)
+    finally:
+        os.close(own)
+    with closing(mapping):
+        spread_over_nodes(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), size)
+        asks = _gives_huge_pages_to_who_asks(fd)
+        for start in range(0, size, RESERVE_BYTES):
+            count = min(RESERVE_BYTES, size - start)
+            if asks:
+                with suppress(OSError):  # what is missing then comes below, or is told
+                    mapping.madvise(mmap.MADV_HUGEPAGE)
+                    mapping.madvise(MADV_POPULATE_WRITE, start, count)
+            os.posix_fallocate(fd, start, count)
+            if clock.monotonic() >= next_word:
+                next_word = clock.monotonic() + PROGRESS_S
+                done, whole = (start + RESERVE_BYTES) / 2**30, size / 2**30
+                logger.info("KV offload: reserving %s: %.1f of %.1f GiB", path, min(done, whole), whole)
+
+
+def _gives_huge_pages_to_who_asks(fd: int) -> bool:
+    """Whether the file lies in memory that was mounted with `huge=advise`: only pages that a mapping asks for are huge then.
+
+    With `huge=always` or `within_size` they are anyway; without, asking would only take longer.
+    """
+    device = os.fstat(fd).st_dev
+    place = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = [line.split(" - ") for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return False
+    return any(mount[0].split()[2] == place and "huge=advise" in mount[-1] for mount in mounts)
 
 
 def is_at(path: str, info: os.stat_result) -> bool:
