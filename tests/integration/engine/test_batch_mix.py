@@ -26,7 +26,7 @@ def answers(engine: LLMEngine, prompts: list[list[int]], prefix: str) -> list[Co
     return [done[f"{prefix}{i}"] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("name", ["llama", "glm5_next"])
+@pytest.mark.parametrize("name", ["llama", "glm5_next", "gemma4"])
 def test_the_batch_does_not_show_in_the_answer(name: str) -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 200) for _ in range(rng.randrange(20, 120))] for _ in range(8)]

@@ -45,7 +45,7 @@ class Rig:
         return outputs[:count]
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "glm5_next"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "glm5_next", "gemma4_text"])
 def rig(request, tmp_path_factory) -> Rig:
     return Rig(request.param, tmp_path_factory.mktemp(request.param))
 

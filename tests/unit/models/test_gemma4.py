@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 from tests.helpers.paged_harness import PagedHarness
 from tests.helpers.random_schedule import TOLERANCE, random_tokens, run_random_schedule
-from tests.helpers.tiny_models import engine_config, make_oracle, oracle_logits, save_oracle
+from tests.helpers.tiny_models import CONFIGS, engine_config, make_oracle, oracle_logits, save_oracle
 from vllm.model_executor.model_loader.loader import get_model
+from vllm.model_executor.model_loader.tiny import TINY_CONFIGS
+from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
+from vllm.model_executor.models.gemma4_config import GemmaParams
+from vllm.model_executor.models.interfaces import ModelSettings
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -78,3 +86,103 @@ def test_the_reference_attention_backend_gives_the_same_logits(tmp_path: Path) -
     request = harness.start(tokens)
     rows = [harness.step([(request, n)])[0] for n in (17, 1, 12)]
     torch.testing.assert_close(torch.cat(rows), oracle_logits(oracle, tokens), atol=TOLERANCE, rtol=0)
+
+
+def test_the_language_model_of_a_composite_checkpoint_is_served(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
+    torch.manual_seed(0)
+    config = Gemma4Config(text_config=CONFIGS["gemma4_text"], vision_config=vision, audio_config=None)
+    composite = Gemma4ForConditionalGeneration(config).float().eval()
+    text = make_oracle("gemma4_text")
+    composite.model.language_model.load_state_dict(text.model.state_dict())
+    model = load(tmp_path, composite)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        prefixes = {".".join(name.split(".")[:2]) for name in file.keys()}  # noqa: SIM118
+    assert prefixes == {"model.vision_tower", "model.embed_vision", "model.language_model"}
+    harness = PagedHarness(model)
+    tokens = random_tokens(random.Random(1), 30)
+    (logits,) = harness.step([(harness.start(tokens), 30)])
+    torch.testing.assert_close(logits, oracle_logits(text, tokens), atol=TOLERANCE, rtol=0)
+
+
+def test_keys_and_values_that_a_sharing_layer_no_longer_uses_are_passed_over(tmp_path: Path) -> None:
+    folder = save_oracle(make_oracle("gemma4_text"), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    before = get_model(engine_config(folder, json.loads((folder / "config.json").read_text())))
+    for name in ("k_proj", "v_proj", "k_norm"):
+        weights[f"model.layers.4.self_attn.{name}.weight"] = weights[
+            f"model.layers.3.self_attn.{name}.weight"
+        ].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    after = get_model(engine_config(folder, json.loads((folder / "config.json").read_text())))
+    assert before.slots().keys() == after.slots().keys()
+    assert not any(name.startswith("model.layers.4.self_attn.k") for name in after.slots())
+
+
+def specs_of(**changes: Any) -> dict[str, Any]:
+    config = {**TINY_CONFIGS["gemma4"], **changes}
+    settings = ModelSettings(torch.bfloat16, torch.bfloat16, 512)
+    return Gemma4ForCausalLM.kv_specs_from_config(config, settings)
+
+
+def test_only_layers_with_keys_and_values_of_their_own_have_a_spec(tmp_path: Path) -> None:
+    specs = specs_of()
+    assert list(specs) == [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    kinds = [(type(spec), spec.head_size, spec.num_kv_heads) for spec in specs.values()]
+    window = (SlidingWindowSpec, 16, 2)
+    assert kinds == [window, window, (FullAttentionSpec, 32, 2), window]
+    model = load(tmp_path, make_oracle("gemma4_text"))
+    assert list(model.kv_specs()) == list(specs)
+    assert model.kv_sharing().keys() == model.cache_layers.keys() - specs.keys()
+
+
+def test_head_sizes_may_be_spelled_out_by_layer_or_named_for_full_layers() -> None:
+    by_layer = {str(i): {"head_dim": 32, "num_key_value_heads": 1} for i in (2, 5, 6)}
+    spelled = specs_of(per_layer_config=by_layer, global_head_dim=None)
+    named = specs_of(attention_k_eq_v=True, num_global_key_value_heads=1)
+    assert spelled == named
+    assert {spec.num_kv_heads for spec in named.values()} == {1, 2}
+    ignored = specs_of(num_global_key_value_heads=1)
+    assert ignored == specs_of(), "the number counts where keys are values only"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers 7: layer 0 is sliding_attention, and no layer"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers 5: layer 2 is full_attention, and no layer"),
+        ({"layer_types": ["full_attention"]}, "for each of 7 layers, got 1 names"),
+        ({"layer_types": ["full_attention"] * 6 + ["linear"]}, r"got 7 names, among them \['linear'\]"),
+        (
+            {"num_key_value_heads": 3},
+            "layer 0: num_attention_heads 4 is not a multiple of num_key_value_heads 3",
+        ),
+        ({"per_layer_config": {"0": {"window": 4}}}, "per_layer_config of layer 0: window is not supported"),
+        ({"hidden_size": None}, "hidden_size"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "x"}, "full_attention": {}}},
+            "rope_type 'x' is not supported",
+        ),
+        ({"rope_parameters": {"full_attention": {}}}, "config.json lacks sliding_attention"),
+    ],
+)
+def test_a_config_that_cannot_be_computed_is_told(changes: dict[str, Any], named: str) -> None:
+    config = {key: value for key, value in (TINY_CONFIGS["gemma4"] | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=named):
+        GemmaParams.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "named"),
+    [
+        ({}, 3, "does not divide num_attention_heads 4"),
+        ({"intermediate_size": 98}, 4, "does not divide intermediate_size 98"),
+        ({**EXPERTS, "moe_intermediate_size": 26}, 4, "does not divide moe_intermediate_size 26"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "does not divide num_key_value_heads 6"),
+    ],
+)
+def test_ranks_that_cannot_share_the_model_are_told(changes: dict[str, Any], tp: int, named: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor_parallel_size {tp} {named}"):
+        Gemma4ForCausalLM.check_split(TINY_CONFIGS["gemma4"] | changes, tp)

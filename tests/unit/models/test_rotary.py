@@ -39,6 +39,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "mscale": 1.0,
         "mscale_all_dim": 0.7,
     },
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    "proportional_stretched": {"rope_type": "proportional", "partial_rotary_factor": 0.6, "factor": 8.0},
     "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 32, **FACTORS},
     "longrope_attention_factor": {
         "rope_type": "longrope",

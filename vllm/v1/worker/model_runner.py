@@ -22,7 +22,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.utils.platform_utils import is_pin_memory_available
-from vllm.v1.attention.backend import StepMeta
+from vllm.v1.attention.backend import CacheLayer, StepMeta
 from vllm.v1.core.kv_cache_sharing import check_kv_sharing
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -80,6 +80,8 @@ class ModelRunner:
         # A `ServableModel`; the loader's return type is open because models are an open set.
         self.model: Any = None
         self.pages: KVCachePages | None = None
+        # The cache layers that have pages of their own, by name.
+        self.owners: dict[str, CacheLayer] = {}
         self.connector: StepConnector | None = None
         self.states = RequestStates(0, 1, [], model_config.seed)
         self.inputs = StepInputs([], 1, 1, device)
@@ -135,6 +137,7 @@ class ModelRunner:
             self.pages = KVCachePages(kv_cache_config, self.device, layout)
         groups = kv_cache_config.kv_cache_groups
         readers = self._bind(self.pages.raw, layer_specs(kv_cache_config), groups)
+        self.owners = {name: self.model.cache_layers[name] for name in self.pages.raw}
         model_config = self.vllm_config.model_config
         assert model_config is not None
         max_model_len = model_config.max_model_len
@@ -200,7 +203,7 @@ class ModelRunner:
         assert self.pages is not None
         load = load_arguments(scheduler_output, rows.req_ids, rows.slots)
         load["attn_metadata"] = meta
-        context = ForwardContext(self.model.cache_layers, meta)
+        context = ForwardContext(self.owners, meta)
         with override_forward_context(context):
             connector.pre_forward(scheduler_output, context, load)
             connector.active.wait_for_loads(self.pages.raw)
