@@ -8,7 +8,7 @@ from tests.sim.params import Outside
 from tests.sim.restart import check_kept
 from tests.sim.run import Run
 from vllm.v1.core.block_hash import make_block_hash_with_group_id
-from vllm.v1.kv_cache_interface import is_full_attention_spec
+from vllm.v1.kv_cache_interface import RSWASpec, is_full_attention_spec
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
 
@@ -128,11 +128,12 @@ def _check_stored(run: Run, offload: SimpleCPUOffloadScheduler, *, has_policies:
 def _check_chains(run: Run, offload: SimpleCPUOffloadScheduler) -> None:
     """Admission by reuse, where nothing was evicted: no copy lacks the ones before it.
 
-    A block whose keys the device forgot while somebody held it is passed over, and what follows is stored.
+    A block whose keys the device forgot while somebody held it is passed over, and so is one that its request let go of
+    before its end; what follows is stored.
     """
     index = offload.tier.pool.cached_block_hash_to_block
     for group_id, spec in enumerate(run.params.specs):
-        if not is_full_attention_spec(spec):
+        if not is_full_attention_spec(spec) or isinstance(spec.kind_spec, RSWASpec):
             continue
         per_block = run.params.tokens_per_block(spec) // run.world.hash_block_size
         for request in run.requests.values():

@@ -201,6 +201,10 @@ class Group:
     def accept(self, memory: Memory, rows: Rows, num_accepted: int) -> None:
         """What happens once it is known how many drafts were right."""
 
+    def let_go(self, prompt_end: int, end: int) -> range:
+        """Columns in the middle of a request of `end` tokens whose blocks it does not hold any more."""
+        return range(0)
+
     def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
         """Slot → stamp of the cached block that ends with the last of these prefixes (or in the middle of it)."""
         end = len(prints) - 1

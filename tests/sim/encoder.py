@@ -119,7 +119,7 @@ def mark_encoder(marks: Marks, new: NewRequestData, num_preemptions: int) -> Non
 
 
 def with_encoder(params: SimParams) -> SimParams:
-    """Cross attention in some worlds, without offload and whole prompts at a time, as such models are served;
+    """Cross attention in some worlds, whole prompts at a time, as such models are served, and mostly without offload;
     attention without a cache in half of these and in a few others.
     """
     rng = Streams(params.seed).stream("encoder")
@@ -138,8 +138,7 @@ def with_encoder(params: SimParams) -> SimParams:
             params,
             specs=tuple(specs),
             encoder_tokens=rng.randint(2, 9),
-            host_blocks=0,
-            disk=False,
+            host_blocks=0 if rng.random() < 0.6 else params.host_blocks,
             chunked_prefill=False,
             max_num_batched_tokens=max(48, params.max_num_batched_tokens),
         )

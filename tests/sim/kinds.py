@@ -72,6 +72,11 @@ class PromptGroup(RowGroup):
                 block = rows.block(self.group_id, position // self.block_size)
                 self._expect(memory, rows, block, position % self.block_size, position + 1)
 
+    def let_go(self, prompt_end: int, end: int) -> range:
+        spec = self.spec
+        assert isinstance(spec, RSWASpec)
+        return range(-(-prompt_end // self.block_size), (end - spec.rswa_window + 1) // self.block_size)
+
 
 class LayersGroup(Group):
     """Several layers with one block table: a page holds the rows of one after those of the other, and is copied whole."""
@@ -100,6 +105,9 @@ class LayersGroup(Group):
     def read(self, memory: Memory, rows: Rows) -> None:
         for member in self.members:
             member.read(memory, rows)
+
+    def let_go(self, prompt_end: int, end: int) -> range:
+        return self.members[0].let_go(prompt_end, end)
 
     def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
         pages = [member.expected_page(prints, version) for member in self.members]
@@ -155,7 +163,8 @@ def with_other_kinds(params: SimParams) -> SimParams:
         return params
     rng = Streams(params.seed).stream("other kinds")
     specs = tuple(_with_layers(_other_kind(spec, rng), rng, i) for i, spec in enumerate(params.specs))
-    return replace(params, specs=specs)
+    has_cross = any(isinstance(spec.kind_spec, CrossAttentionSpec) for spec in specs)
+    return replace(params, specs=specs, encoder_tokens=params.encoder_tokens if has_cross else 0)
 
 
 def _other_kind(spec: KVCacheSpec, rng: random.Random) -> KVCacheSpec:
@@ -208,12 +217,8 @@ def mark_kinds(marks: Marks, groups: Sequence[Group], batch: Sequence[Rows]) -> 
             marks.hit("attention without a cache")
         if SinkFullAttentionSpec in kinds and any(_has_slid(group, rows) for group in windows):
             marks.hit("sinks stay while a window slides")
-        for group in groups:
-            spec = group.spec.kind_spec
-            if isinstance(spec, RSWASpec):
-                gap = -(-rows.prompt_end // group.block_size) + 1
-                if rows.start - spec.rswa_window + 1 >= gap * group.block_size:
-                    marks.hit("blocks between prompt and window freed")
+        if any(group.let_go(rows.prompt_end, rows.start) for group in groups):
+            marks.hit("blocks between prompt and window freed")
 
 
 def _has_slid(group: Group, rows: Rows) -> bool:

@@ -419,17 +419,18 @@ class Run(TierResetRun, SharedRun):
         self._expect_stored(truth)
 
     def _expect_stored(self, truth: Truth) -> None:
-        """Full-attention blocks of a request that ended well must be below when all has come to rest."""
+        """Full-attention blocks that a request held until it ended well must be below when all has come to rest."""
         if truth.ended_by is not None or truth.cooled or self.offload is None:
             return
         request = self.requests[truth.request_id]
         group_id = self.offload.fa_gidx
         size = self.worker.groups[group_id].block_size
+        let_go = self.worker.groups[group_id].let_go(len(truth.prompt), request.num_tokens)
         coordinator = self.scheduler.kv_cache_manager.coordinator
         confirmed = coordinator.get_num_cacheable_tokens(request.num_tokens - 1, group_id)
         for end in range(size, confirmed + 1, size):
             index = end // self.world.hash_block_size - 1
-            if index < len(request.block_hashes):
+            if index < len(request.block_hashes) and end // size - 1 not in let_go:
                 self.must_be_stored.add(make_block_hash_with_group_id(request.block_hashes[index], group_id))
 
     def _do_copy(self, rng: random.Random) -> None:

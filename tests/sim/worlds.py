@@ -129,7 +129,7 @@ def _with_manager_from_outside(params: SimParams) -> SimParams:
     """An offloading spec of its own in most of the worlds without offload; drawn apart, so that the others stay."""
     rng = Streams(params.seed).stream("outside")
     has_content = params.prefix_caching and any(spec.prefix_cacheable for spec in params.specs)
-    if params.host_blocks or params.encoder_tokens or not has_content or rng.random() >= 0.7:
+    if params.host_blocks or not has_content or rng.random() >= 0.7:
         return params
     faults = params.faults if rng.random() < 0.5 else frozenset()
     # Where everything goes wrong at once, little is ever stored and read again.
