@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +68,11 @@ def window(block: int = BLOCK, size: int = 8) -> KVCacheSpec:
 
 def mamba(block: int = BLOCK) -> KVCacheSpec:
     return MambaSpec(block_size=block, shapes=((2, 2),), dtypes=(BF16,), mamba_cache_mode="align")
+
+
+def with_draft_rows(spec: KVCacheSpec, num_drafts: int) -> KVCacheSpec:
+    """The same cache where steps have that many drafts: a state needs a block for each."""
+    return replace(spec, num_speculative_blocks=num_drafts) if isinstance(spec, MambaSpec) else spec
 
 
 def ring(capacity: int = 8) -> KVCacheSpec:

@@ -46,6 +46,11 @@ class Row:
     stamps: list[int] = field(default_factory=list)
     tainted: bool = False
     replay_start: int = 0
+    num_drafts: int = 0
+    """Of the last step."""
+    state_end: int = 0
+    state_row: int = 0
+    """Where the last step ended, drafts included, and how many of them were right: there its last state is."""
 
     def stamp(self, position: int) -> int:
         if len(self.stamps) <= position:
@@ -98,6 +103,7 @@ class FakeWorker:
         )
         self.rows[new.req_id] = Row(tokens, [list(ids) for ids in new.block_ids], new.prompt_len)
         self.rows[new.req_id].replay_start = new.replay_start
+        self.rows[new.req_id].state_end = new.num_computed_tokens
         assert new.num_computed_tokens < len(tokens)
 
     def _extend(self, cached: CachedRequestData) -> None:
@@ -115,6 +121,7 @@ class FakeWorker:
         """Drafts are tokens whose ids are tried: the row holds them until they are refused."""
         drafts = output.scheduled_spec_decode_tokens.get(request_id)
         row = self.rows[request_id]
+        row.num_drafts = len(drafts or ())
         if drafts:
             assert len(row.tokens) == start + num_tokens - len(drafts)
             row.tokens = [*row.tokens, *drafts]
@@ -145,9 +152,24 @@ class FakeWorker:
             self._write(row, table[position // size], position % size, position)
 
     def _advance_state(self, row: Row, table: list[int], size: int, start: int, end: int) -> None:
+        """A state after the known tokens and one after each draft, in the columns from the step's end on."""
         if start > 0:
-            self._check(row, table[(start - 1) // size], 0, start - 1)
-        self._write(row, table[(end - 1) // size], 0, end - 1)
+            self._check(row, table[(row.state_end - 1) // size + row.state_row], 0, start - 1)
+        for draft in range(row.num_drafts + 1):
+            self._write(row, table[(end - 1) // size + draft], 0, end - 1 - row.num_drafts + draft)
+
+    def _accept(self, row: Row, end: int, num_accepted: int) -> None:
+        """Bring states at block ends that were passed to their columns, and remember where the last one is."""
+        for spec, table in zip(self.specs, row.tables, strict=True):
+            if not isinstance(spec, MambaSpec):
+                continue
+            size = spec.block_size
+            for draft in range(num_accepted + 1):
+                num_tokens = end - row.num_drafts + draft
+                target = table[(num_tokens - 1) // size]
+                if num_tokens % size == 0 and target != 0:
+                    self.memory[target] = dict(self.memory[table[(end - 1) // size + draft]])
+        row.state_end, row.state_row = end, num_accepted
 
     def _fill_ring(self, row: Row, block: int, capacity: int, start: int, end: int) -> None:
         """Every fourth token reads the rows of its group back."""
@@ -216,11 +238,10 @@ class FakeWorker:
                 nans[request_id] = VOCAB
                 sampled.append([])
                 row.tokens.append(0)  # a step that is scheduled already needs some token
+                self._accept(row, end, 0)
                 continue
-            if end < len(row.tokens):
-                sampled.append([])
-                continue
-            sampled.append(self._verify(row, len(output.scheduled_spec_decode_tokens.get(request_id, ()))))
+            sampled.append([] if end < len(row.tokens) else self._verify(row, row.num_drafts))
+            self._accept(row, end, max(0, len(sampled[-1]) - 1))
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},

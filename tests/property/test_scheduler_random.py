@@ -21,13 +21,14 @@ from tests.helpers.sched import (
     replayed_window,
     ring,
     window,
+    with_draft_rows,
 )
 from tests.helpers.sched_connector import FakeConnector, LoadRunner
 from tests.helpers.sched_worker import next_token
 from vllm.v1.core.invariants import problems_of
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import RequestStatus
 
 MODELS = [
@@ -62,9 +63,10 @@ class Run:
         self.rng = rng = random.Random(self.seed)
         specs = rng.choice(MODELS)
         self.depth = rng.choice([1, 1, 2, 2, 3])
+        drafts = rng.choice([0, 0, 2]) if self.depth == 1 else 0
+        specs = [with_draft_rows(spec, drafts) for spec in specs]
         self.stems = [[rng.randrange(5) for _ in range(rng.randint(1, 30))] for _ in range(3)]
         transfer = self._draw_connector(specs) if rng.random() < 0.6 else None
-        drafts = self._draw_drafts(specs)
         self.scheduler = self._draw_scheduler(specs, transfer, drafts)
         self.driver = Driver(self.scheduler, depth=self.depth, guess=self._guess if drafts else None)
         self.num_drafts = drafts
@@ -86,11 +88,6 @@ class Run:
             is_kv_consumer=self.rng.random() < 0.7,
             kv_load_failure_policy=self.rng.choice(["recompute", "recompute", "fail"]),
         )
-
-    def _draw_drafts(self, specs: list[KVCacheSpec]) -> int:
-        if self.depth > 1 or any(isinstance(spec, MambaSpec | CircularBufferSpec) for spec in specs):
-            return 0
-        return self.rng.choice([0, 0, 2])
 
     def _draw_scheduler(self, specs: list[KVCacheSpec], transfer: object, drafts: int) -> Scheduler:
         rng = self.rng

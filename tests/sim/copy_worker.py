@@ -49,6 +49,7 @@ class Step:
     load_sent: bool = False
     """Its load was started when it was sent, before its forward."""
     sampled: dict[str, list[int]] = field(default_factory=dict)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
     reports: list[KVConnectorOutput | None] = field(default_factory=list)
     parts: list[Step] = field(default_factory=list)
     """The step as the worker of each connector sees it, where there are several."""

@@ -339,7 +339,7 @@ class Run(TierResetRun, SharedRun):
         self._narrow_writes(step)
         self._take(messages)
         if self.params.num_spec_tokens and not self.params.async_scheduling:
-            self.scheduler.update_draft_token_ids(self.worker.all_drafts())
+            self.scheduler.update_draft_token_ids(self.worker.drafts_after(step))
         if corrupted is not None and corrupted.status is RequestStatus.FINISHED_ERROR:
             spoil(self, lost)  # else the step was void already, and so were its logits
         carry_out_withdrawal(self, rng)

@@ -99,6 +99,7 @@ class SimWorker(CopyWorker):
             self.ghosts |= set(output.num_scheduled_tokens)
             return
         step.sampled = sampled
+        step.drafts = {request_id: self.requests[request_id].drafts for request_id in sampled}
 
     def _apply_requests(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_req_ids:
@@ -168,7 +169,7 @@ class SimWorker(CopyWorker):
                 start, end = start - (end - len(drafts) - known), known + len(drafts)
                 self.marks.hit("start behind refused drafts")
             require(
-                end <= known + len(drafts),
+                end == known + len(drafts) if drafts else end <= known,
                 "I6",
                 f"{request_id} is to compute [{start}, {end}) of {known} known tokens",
             )
@@ -227,9 +228,10 @@ class SimWorker(CopyWorker):
                         group.accept(memory, rows, num_accepted)
             request.state_end, request.state_row = rows.counted_end, num_accepted
 
-    def all_drafts(self) -> DraftTokenIds:
+    @staticmethod
+    def drafts_after(step: Step) -> DraftTokenIds:
         """What an engine without look-ahead asks for after a step."""
-        return DraftTokenIds(list(self.requests), [list(r.drafts) for r in self.requests.values()])
+        return DraftTokenIds(list(step.drafts), [list(drafts) for drafts in step.drafts.values()])
 
     def _mark_kinds(self, batch: list[Rows]) -> None:
         mark_kinds(self.marks, self.groups, batch)

@@ -12,7 +12,17 @@ from dataclasses import replace
 from tests.sim.encoder import with_encoder
 from tests.sim.grammar import draw_grammars
 from tests.sim.kinds import with_other_kinds
-from tests.sim.params import FAULT_ON, FAULT_SITES, Byte, Outside, SimParams, draw_specs, draw_window, fit
+from tests.sim.params import (
+    BEFORE_ALL_KINDS,
+    FAULT_ON,
+    FAULT_SITES,
+    Byte,
+    Outside,
+    SimParams,
+    draw_specs,
+    draw_window,
+    fit,
+)
 from tests.sim.retention import draw_share
 from tests.sim.rng import Streams
 from vllm.v1.kv_cache_interface import (
@@ -232,12 +242,25 @@ def _with_scratch(params: SimParams) -> SimParams:
 
 
 def _with_drafts(params: SimParams) -> SimParams:
-    """Speculation in some of the worlds whose kinds can take tokens back; drawn apart, so that the others stay."""
+    """Speculation in some of the worlds; drawn apart, so that the others stay."""
     rng = Streams(params.seed).stream("drafts")
     fixed = any(isinstance(spec, MambaSpec | CircularBufferSpec) for spec in params.specs)
-    if fixed or params.pipeline_stages > 1 or rng.random() >= 0.2:
+    if params.seed in BEFORE_ALL_KINDS and (fixed or params.pipeline_stages > 1):
         return params
-    return replace(params, num_spec_tokens=rng.choice((1, 2, 3)), eagle=rng.random() < 0.4)
+    if rng.random() >= (0.4 if fixed else 0.2):
+        return params
+    count, eagle = rng.choice((1, 2, 3)), rng.random() < 0.4
+    specs = tuple(_with_draft_rows(spec, count, params.ring_ratio) for spec in params.specs)
+    return fit(replace(params, specs=specs, num_spec_tokens=count, eagle=eagle))
+
+
+def _with_draft_rows(spec: KVCacheSpec, count: int, ring_ratio: int) -> KVCacheSpec:
+    """The same cache with room for what `count` drafts leave behind until they are refused."""
+    if isinstance(spec, MambaSpec):
+        return replace(spec, num_speculative_blocks=count)
+    if isinstance(spec, CircularBufferSpec):
+        return replace(spec, block_size=max(spec.block_size, ring_ratio + count))
+    return spec
 
 
 def _with_kept_disk(params: SimParams) -> SimParams:

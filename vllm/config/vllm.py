@@ -105,6 +105,7 @@ class VllmConfig:
         offloading.apply_convenience_flags(self.cache_config, self)
         self._resolve_cache(platform)
         self._resolve_async_scheduling()
+        self._check_step_size()
         self._warn_about_contradictions()
         platform.check_and_update_config(self)
 
@@ -206,6 +207,24 @@ class VllmConfig:
         staged_v1 = self.parallel_config.pipeline_parallel_size > 1 and not self.use_v2_model_runner
         supported_drafter = self.speculative_config is None or self.speculative_config.use_eagle()
         scheduler.async_scheduling = supported_drafter and not pooling and not staged_v1
+
+    def _check_step_size(self) -> None:
+        """What one request can get in a step, its drafts left out, must be enough for every prompt to run."""
+        scheduler, model = self.scheduler_config, self.model_config
+        if scheduler is None:
+            return
+        most, drafts = scheduler.max_num_batched_tokens, self.num_speculative_tokens
+        scheduled = scheduler.max_num_scheduled_tokens
+        largest = min(most - drafts, most if scheduled is None else scheduled)
+        limits = f"max_num_batched_tokens={most}, max_num_scheduled_tokens={scheduled}, num_speculative_tokens={drafts}"
+        if largest < 1:
+            raise ValueError(f"{limits}: drafts leave no room for a token")
+        if model is None or scheduler.enable_chunked_prefill:
+            return
+        if model.max_model_len is not None and largest < model.max_model_len:
+            raise ValueError(
+                f"{limits}: without chunked prefill a prompt of max_model_len={model.max_model_len} could never run"
+            )
 
     def _warn_about_contradictions(self) -> None:
         events = self.kv_events_config

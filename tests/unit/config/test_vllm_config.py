@@ -196,6 +196,40 @@ def test_recurrent_prefix_caching_needs_chunked_prefill(hybrid):
         VllmConfig(model_config=hybrid, scheduler_config=scheduler(disable_chunked_mm_input=True))
 
 
+UNCHUNKED = {"max_model_len": 512, "enable_chunked_prefill": False}
+
+
+@pytest.mark.parametrize(
+    ("limits", "drafts", "words"),
+    [
+        (
+            {"max_num_batched_tokens": 4, "max_num_seqs": 2},
+            4,
+            "max_num_batched_tokens=4.*num_speculative_tokens=4",
+        ),
+        ({"max_num_batched_tokens": 513, **UNCHUNKED}, 2, "max_model_len=512 could never run"),
+        ({"max_num_scheduled_tokens": 511, **UNCHUNKED}, 0, "max_num_scheduled_tokens=511"),
+    ],
+)
+def test_steps_in_which_a_prompt_could_never_run_are_refused(tmp_path, limits, drafts, words):
+    model = ModelConfig(write_model_folder(tmp_path))
+    assert model.max_model_len == 512
+    more = (
+        {"speculative_config": SpeculativeConfig(method="mtp", num_speculative_tokens=drafts)}
+        if drafts
+        else {}
+    )
+    with pytest.raises(ValueError, match=words):
+        VllmConfig(model_config=model, scheduler_config=scheduler(**limits), **more)
+
+
+def test_a_step_with_room_for_the_drafts_beside_the_longest_prompt_is_enough(tmp_path):
+    model = ModelConfig(write_model_folder(tmp_path))
+    limits = scheduler(max_num_batched_tokens=514, **UNCHUNKED)
+    drafter = SpeculativeConfig(method="mtp", num_speculative_tokens=2)
+    assert VllmConfig(model_config=model, scheduler_config=limits, speculative_config=drafter)
+
+
 def test_current_config_is_scoped():
     config = VllmConfig()
     with set_current_vllm_config(config):

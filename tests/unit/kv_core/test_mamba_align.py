@@ -132,6 +132,46 @@ def test_speculative_blocks_follow_the_running_column() -> None:
     check_invariants(kv, at_rest=True)
 
 
+def entries(kv: KVCacheManager, group: int) -> list[tuple[int, int]]:
+    """(column, tokens) of the states of request r that can be found."""
+    blocks = [kv.block_pool.blocks[block] for block in state_table(kv, "r", group)]
+    return [(column, n) for column, block in enumerate(blocks) for _, n in kv.block_pool.get_keys(block)]
+
+
+def leave_an_entry(num_rows: int, num_prompt: int, num_tokens: int) -> tuple[list[tuple[int, int]], ...]:
+    """A request moves on by 8 tokens, drafts among them, from its state at 28, which has an entry: what can be found
+    then, and what once 34 tokens are computed.
+    """
+    states = mamba(16, num_speculative_blocks=num_rows)
+    kv = manager(40, full(16), states, scheduler_block=16, hash_block=4, retention=None)
+    req = request("r", range(num_prompt), hash_block=4)
+    admit(kv, req, 16)
+    req.shared_prefix_boundary = 28
+    req.append_output_token_ids(list(range(num_tokens - num_prompt)))
+    step(kv, req, 12)
+    assert (1, 28) in entries(kv, 1)
+    assert step(kv, req, 8)
+    found = entries(kv, 1)
+    req.append_output_token_ids(list(range(max(0, 34 - num_tokens))))
+    kv.cache_blocks(req, 34)
+    check_invariants(kv)
+    return found, entries(kv, 1)
+
+
+def test_an_entry_inside_a_block_ends_when_drafts_may_bring_the_state_at_its_end_there() -> None:
+    assert leave_an_entry(7, num_prompt=28, num_tokens=29) == ([], [(1, 32)])
+    assert leave_an_entry(7, num_prompt=16, num_tokens=29) == ([], [(1, 32)])
+
+
+def test_nothing_is_told_of_a_block_end_of_which_nobody_knows_whether_drafts_or_a_chunk_passed_it() -> None:
+    assert leave_an_entry(7, num_prompt=29, num_tokens=29) == ([], [])
+
+
+def test_a_chunk_of_a_prompt_brings_no_state_to_the_block_end_that_it_passes() -> None:
+    assert leave_an_entry(7, num_prompt=42, num_tokens=42) == ([(1, 28)], [(1, 28)])
+    assert leave_an_entry(0, num_prompt=42, num_tokens=42) == ([(1, 28)], [(1, 28)])
+
+
 def test_lookahead_tokens_need_no_columns() -> None:
     kv = manager(20, mamba(4, num_speculative_blocks=1))
     req = request("r", range(4), hash_block=4)

@@ -181,7 +181,7 @@ class MambaManager(SingleTypeKVCacheManager):
             if not owned:
                 blocks += self._new_blocks(self.num_speculative_blocks)
         else:
-            self._leave_column(request_id, num_columns - 1)
+            self._leave_column(request_id, num_columns - 1, total_computed_tokens - prefill_end)
             moved = blocks[num_columns : min(num_before, target)]
             blocks[num_columns : num_columns + len(moved)] = [self._null_block] * len(moved)
             blocks += [self._null_block] * (target - num_before)
@@ -226,13 +226,19 @@ class MambaManager(SingleTypeKVCacheManager):
         )
         self._mark_fresh((keeper,))
 
-    def _leave_column(self, request_id: str, column: int) -> None:
-        """The running state moves on; a column left in the middle of its block must never get the block's hash.
+    def _leave_column(self, request_id: str, column: int, num_decoded: int) -> None:
+        """The running state moves on from the middle of its block, after `num_decoded` tokens that were decoded.
 
-        With speculative blocks the worker itself brings the state to the block's end.
+        A step with drafts has a state after each token, of which the worker brings the one at the block's end to the
+        column: in this step or, where drafts are refused, in a later one. An entry for what is there now would lie. A
+        chunk of a prompt leaves nothing there, and the column must never get the block's hash. Of a step that begins
+        with the last token of the prompt it is not known which of the two it is.
         """
-        position = self._state_position.get(request_id, 0)
-        if self.num_speculative_blocks == 0 and position % self.block_size:
+        if self._state_position.get(request_id, 0) % self.block_size == 0:
+            return
+        if self.num_speculative_blocks and num_decoded >= -1:
+            self.block_pool.evict_blocks([self.req_to_blocks[request_id][column].block_id])
+        if not self.num_speculative_blocks or num_decoded < 0:
             self._unaligned_column[request_id] = column
 
     # Checkpoints that the backend exports in the middle of the last prefill chunk

@@ -12,10 +12,10 @@ class StepBudget:
     """What one pass may still hand out.
 
     ``tokens`` bounds the tokens scheduled, ``input_tokens`` the rows of the workers' input buffers, where every
-    request with drafts takes ``draft_slots`` more rows.
+    request with drafts takes ``draft_slots`` more rows. ``largest``: what the first request of a pass can get.
     """
 
-    __slots__ = ("_draft_slots", "_lora_ids", "_max_loras", "input_tokens", "tokens")
+    __slots__ = ("_draft_slots", "_lora_ids", "_max_loras", "input_tokens", "largest", "tokens")
 
     def __init__(self, tokens: int, input_tokens: int, draft_slots: int = 0, max_loras: int = 0) -> None:
         self.tokens = tokens
@@ -23,6 +23,7 @@ class StepBudget:
         self._draft_slots = draft_slots
         self._max_loras = max_loras
         self._lora_ids: dict[int, int] = {}
+        self.largest = self.limit()
 
     def limit(self) -> int:
         """The most tokens the next request can get."""

@@ -313,8 +313,9 @@ class Upkeep(RequestLifecycle):
             request = self.requests.get(request_id)
             if request is None or request.is_finished() or request.status is not RequestStatus.RUNNING:
                 continue
-            if request.is_prefill_chunk:
-                # Part of the prompt is still to be computed; drafts for what follows it are void.
+            if request.is_prefill_chunk or request.num_in_flight_tokens:
+                # Part of the prompt is still to be computed, or the request has started again since they were made:
+                # drafts for what follows something else are void.
                 request.spec_token_ids = []
                 continue
             request.spec_token_ids = self.structured_output_manager.allowed_drafts(request, drafts)

@@ -67,10 +67,11 @@ class WaitingPass(Results):
         num_new = self._waiting_chunk(request, request.num_computed_tokens, plan)
         if num_new <= 0 or (plan.hold_prefills and num_new > 1):
             return Verdict.SKIP
+        padding = self._padding(request, request.num_computed_tokens, plan)
         blocks = self.kv_cache_manager.allocate_slots(
             request,
-            num_new,
-            num_lookahead_tokens=self.params.num_lookahead_tokens,
+            num_new + padding,
+            num_lookahead_tokens=self.params.num_lookahead_tokens - padding,
             num_encoder_tokens=self._encoder_tokens(request),
             has_scheduled_reqs=bool(self.running),
         )
@@ -81,7 +82,7 @@ class WaitingPass(Results):
         if self.connector is not None:
             blocks = self.kv_cache_manager.get_blocks(request.request_id)
             self.connector.update_state_after_alloc(request, blocks, 0)
-        self._start(request, num_new, plan)
+        self._start(request, num_new, padding, plan)
         return Verdict.ADMITTED
 
     def _admit_from_queues(self, plan: StepPlan) -> None:
@@ -194,14 +195,15 @@ class WaitingPass(Results):
         if num_new <= 0:
             return Verdict.STOP
         end = hit.num_computed + num_new
+        padding = self._padding(request, hit.num_computed, plan)
         request.replay_start = hit.replay_start
         blocks = self.kv_cache_manager.allocate_slots(
             request,
             # Tokens that are only replayed have their slots already.
-            max(0, end - hit.num_cached),
+            max(0, end + padding - hit.num_cached),
             num_new_computed_tokens=hit.num_local,
             new_computed_blocks=hit.blocks,
-            num_lookahead_tokens=self.params.num_lookahead_tokens,
+            num_lookahead_tokens=self.params.num_lookahead_tokens - padding,
             num_external_computed_tokens=hit.num_external,
             num_encoder_tokens=self._encoder_tokens(request),
             full_sequence_must_fit=self.params.reserve_full_isl,
@@ -215,7 +217,7 @@ class WaitingPass(Results):
         if hit.num_external:
             plan.sync_loads[request.request_id] = hit.num_local
         self._note_hit(request, hit)
-        self._start(request, num_new, plan)
+        self._start(request, num_new, padding, plan)
         return Verdict.ADMITTED
 
     def _encoder_tokens(self, request: Request) -> int:
@@ -237,7 +239,7 @@ class WaitingPass(Results):
         return num_new
 
     def _chunk_limits(self, plan: StepPlan) -> ChunkLimits:
-        return ChunkLimits(min(plan.cap, self.max_num_scheduled_tokens), self._fine_grained_hits)
+        return ChunkLimits(min(plan.cap, plan.budget.largest), self._fine_grained_hits)
 
     def _start_load(self, request: Request, hit: Hit, plan: StepPlan) -> Verdict:
         """Order the load of the external part.  Room for the request's first step afterwards is kept free, and for
@@ -341,8 +343,8 @@ class WaitingPass(Results):
         if self.connector_prefix_cache_stats is not None:
             self.connector_prefix_cache_stats.record(looked_up, hit.num_external, preempted, sources)
 
-    def _start(self, request: Request, num_new: int, plan: StepPlan) -> None:
-        """The request runs from this step on."""
+    def _start(self, request: Request, num_new: int, padding: int, plan: StepPlan) -> None:
+        """The request runs from this step on, with ``padding`` drafts that are void (−1)."""
         resumed = request.status is RequestStatus.PREEMPTED
         request.move_to(RequestStatus.RUNNING)
         request.admitted_seq = self.sched_step_seq + 1
@@ -350,8 +352,9 @@ class WaitingPass(Results):
         self._remote.enter_stage(request, None)
         if num_new > 1:
             plan.carries_prefill = True
-        else:
-            num_new += self._pad_with_drafts(request, plan)
+        elif padding:
+            plan.spec_tokens[request.request_id] = [-1] * padding
+            num_new += padding
         plan.add_admitted(request, num_new, resumed)
         plan.budget.add_lora(request)
         if request.num_computed_tokens + num_new < request.num_tokens:
@@ -359,15 +362,17 @@ class WaitingPass(Results):
         if self.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED, self.clock.monotonic())
 
-    def _pad_with_drafts(self, request: Request, plan: StepPlan) -> int:
-        """Give a request that needs one token the shape of the running decodes; its drafts are void (−1)."""
+    def _padding(self, request: Request, start: int, plan: StepPlan) -> int:
+        """Void drafts that give a request which needs one token, from ``start`` on, the shape of the running decodes.
+
+        They take the slots of the lookahead, and are computed like any others: a state needs its rows for them.
+        """
         num_drafts = self.params.num_spec_tokens
-        room = min(plan.budget.limit(), self.max_model_len - request.num_computed_tokens - 1) - 1
-        has_slots = self.params.num_lookahead_tokens >= num_drafts
-        if num_drafts == 0 or plan.carries_prefill or not has_slots or room < num_drafts:
+        if num_drafts == 0 or request.num_tokens - start > 1 or plan.carries_prefill:
             return 0
-        plan.spec_tokens[request.request_id] = [-1] * num_drafts
-        return num_drafts
+        room = min(plan.budget.limit(), self.max_model_len - start - 1) - 1
+        has_slots = self.params.num_lookahead_tokens >= num_drafts
+        return num_drafts if has_slots and room >= num_drafts else 0
 
     # --- memory that does not suffice -------------------------------------------------------------------------------
 
