@@ -11,7 +11,7 @@ from tests.helpers.faulty_executors import POISON
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-STEPS = {"llama": 300, "glm5_next": 100}
+STEPS = {"llama": 300, "glm5_next": 100, "gemma4": 200}
 FLAKY = "tests.helpers.faulty_executors.PoisonedExecutor"
 
 
@@ -78,7 +78,7 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["llama", "glm5_next"])
+@pytest.fixture(scope="module", params=["llama", "glm5_next", "gemma4"])
 def reference(request: pytest.FixtureRequest) -> Iterator[tuple[str, Any]]:
     """A model and what it says without any cache."""
     engine = start(request.param, enable_prefix_caching=False, max_model_len=512, async_scheduling=False)

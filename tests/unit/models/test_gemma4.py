@@ -88,6 +88,18 @@ def test_the_reference_attention_backend_gives_the_same_logits(tmp_path: Path) -
     torch.testing.assert_close(torch.cat(rows), oracle_logits(oracle, tokens), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("variant", ["plain", "experts"])
+def test_half_precision_is_as_near_to_fp32_as_the_library_s(variant: str, tmp_path: Path) -> None:
+    oracle = make_oracle("gemma4_text", **VARIANTS[variant])
+    harness = PagedHarness(load(tmp_path, oracle, dtype=torch.bfloat16))
+    tokens = random_tokens(random.Random(1), 45)
+    request = harness.start(tokens)
+    half = torch.cat([harness.step([(request, n)])[0] for n in (30, 1, 14)])
+    exact = oracle_logits(oracle, tokens)
+    theirs = oracle_logits(oracle.bfloat16(), tokens).float()
+    assert (half - exact).abs().mean() < 1.25 * (theirs - exact).abs().mean()
+
+
 def test_the_language_model_of_a_composite_checkpoint_is_served(tmp_path: Path) -> None:
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
@@ -161,6 +173,7 @@ def test_head_sizes_may_be_spelled_out_by_layer_or_named_for_full_layers() -> No
         ),
         ({"per_layer_config": {"0": {"window": 4}}}, "per_layer_config of layer 0: window is not supported"),
         ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input 99 is smaller than vocab_size 264"),
         (
             {"rope_parameters": {"sliding_attention": {"rope_type": "x"}, "full_attention": {}}},
             "rope_type 'x' is not supported",

@@ -87,6 +87,11 @@ class GemmaParams:
         layers = _read_layers(text)
         has_experts = bool(text.get("enable_moe_block", False))
         ple = int(text.get("hidden_size_per_layer_input") or 0)
+        if ple and int(text["vocab_size_per_layer_input"]) < int(text["vocab_size"]):
+            raise ValueError(
+                f"vocab_size_per_layer_input {text['vocab_size_per_layer_input']} is smaller than vocab_size "
+                f"{text['vocab_size']}: some tokens would have no embedding"
+            )
         rope = text.get("rope_parameters") or _ROPE
         return GemmaParams(
             vocab_size=int(text["vocab_size"]),
