@@ -181,6 +181,21 @@ class Group:
         self.block_size = spec.block_size * self.context.ranks
         self.cacheable = spec.prefix_cacheable
 
+    @property
+    def kind(self) -> Group:
+        """Of a group of several layers one of them, else the group itself."""
+        return self
+
+    @property
+    def rows_per_layer(self) -> int:
+        """Of a page."""
+        return self.block_size
+
+    @property
+    def page_rows(self) -> int:
+        """Those of all its layers."""
+        return self.rows_per_layer * self.num_layers
+
     def holds(self, shard: int) -> None:
         """Of the different bytes of its layers, the rank holds these."""
         self.shard = shard
@@ -219,16 +234,15 @@ class Group:
 
     def _row(self, slot: int) -> int:
         """Where in a page the layer has its row for a slot."""
-        return self.layer * self.block_size + slot
+        return self.layer * self.rows_per_layer + slot
 
     def _of_layer(self, stamp: int) -> int:
         """Layers hold different bytes."""
         return stamp if stamp == POISON else stamp ^ (self.layer * 0x9E3779B1)
 
     def _put(self, memory: Memory, block: int, slot: int, stamp: int) -> None:
-        """Write the row of a token."""
-        size = self.block_size * self.num_layers
-        memory.page(block).write(self.group_id, size, self._row(slot), self._of_layer(stamp))
+        """Write the layer's row for a slot."""
+        memory.page(block).write(self.group_id, self.page_rows, self._row(slot), self._of_layer(stamp))
 
     def _expect(self, memory: Memory, rows: Rows, block: int, slot: int, num_tokens: int) -> None:
         stamp = rows.stamp(self.group_id, num_tokens, self.shard)
@@ -304,6 +318,10 @@ class StateGroup(Group):
     of the last draft that was accepted; a state at a block's end that was passed is brought to its own column.
     """
 
+    @property
+    def rows_per_layer(self) -> int:
+        return 1
+
     def before(self, memory: Memory, rows: Rows) -> None:
         if rows.start > 0:
             block = rows.block(self.group_id, self._column(rows.state_end) + rows.state_row)
@@ -316,7 +334,7 @@ class StateGroup(Group):
             require(
                 block != 0, "I6", f"{rows.request_id} has no block for its state after {num_tokens} tokens"
             )
-            memory.page(block).write(self.group_id, 1, 0, rows.stamp(self.group_id, num_tokens, self.shard))
+            self._put(memory, block, 0, rows.stamp(self.group_id, num_tokens, self.shard))
 
     def accept(self, memory: Memory, rows: Rows, num_accepted: int) -> None:
         for row in range(1 + num_accepted):
@@ -324,14 +342,15 @@ class StateGroup(Group):
             target = rows.block(self.group_id, self._column(num_tokens))
             if num_tokens % self.block_size or not target or column == self._column(num_tokens):
                 continue
-            state = memory.page(rows.block(self.group_id, column)).read(self.group_id, 0)
-            memory.page(target).write(self.group_id, 1, 0, state)
+            state = memory.page(rows.block(self.group_id, column)).read(self.group_id, self._row(0))
+            memory.page(target).write(self.group_id, self.page_rows, self._row(0), state)
 
     def _column(self, num_tokens: int) -> int:
         return (num_tokens - 1) // self.block_size
 
     def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
-        return {0: versioned(in_group(prints[-1], self.group_id), version, self.shard)}
+        stamp = versioned(in_group(prints[-1], self.group_id), version, self.shard)
+        return {self._row(0): self._of_layer(stamp)}
 
 
 class RingGroup(Group):

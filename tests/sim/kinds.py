@@ -89,6 +89,14 @@ class LayersGroup(Group):
         for layer, member in enumerate(members):
             member.is_layer(layer, len(members))
 
+    @property
+    def kind(self) -> Group:
+        return self.members[0]
+
+    @property
+    def rows_per_layer(self) -> int:
+        return self.kind.rows_per_layer
+
     def holds(self, shard: int) -> None:
         super().holds(shard)
         for member in self.members:
@@ -107,7 +115,11 @@ class LayersGroup(Group):
             member.read(memory, rows)
 
     def let_go(self, prompt_end: int, end: int) -> range:
-        return self.members[0].let_go(prompt_end, end)
+        return self.kind.let_go(prompt_end, end)
+
+    def accept(self, memory: Memory, rows: Rows, num_accepted: int) -> None:
+        for member in self.members:
+            member.accept(memory, rows, num_accepted)
 
     def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
         pages = [member.expected_page(prints, version) for member in self.members]
@@ -187,11 +199,10 @@ def _other_kind(spec: KVCacheSpec, rng: random.Random) -> KVCacheSpec:
 
 def _with_layers(spec: KVCacheSpec, rng: random.Random, group: int) -> KVCacheSpec:
     """The same cache in two or three layers of different width, with latent rows in some where the kind allows it."""
-    rows = isinstance(spec, AttentionSpec) and not isinstance(spec, CircularBufferSpec)
-    if not rows or rng.random() >= _SEVERAL_LAYERS:
+    fits = isinstance(spec, AttentionSpec | MambaSpec) and not isinstance(spec, CircularBufferSpec)
+    if not fits or rng.random() >= _SEVERAL_LAYERS:
         return spec
-    assert isinstance(spec, AttentionSpec)
-    members = [spec, *(replace(spec, head_size=2 * (n + 2)) for n in range(rng.choice((1, 2))))]
+    members = [spec, *(_wider(spec, n + 2) for n in range(rng.choice((1, 2))))]
     if type(spec) is FullAttentionSpec and rng.random() < 0.5:
         members[-1] = replace_as(spec, MLAAttentionSpec, head_size_v=0)
     uniform = UniformTypeKVCacheSpecs.from_specs(
@@ -199,6 +210,13 @@ def _with_layers(spec: KVCacheSpec, rng: random.Random, group: int) -> KVCacheSp
     )
     assert uniform is not None
     return uniform
+
+
+def _wider(spec: KVCacheSpec, times: int) -> KVCacheSpec:
+    if isinstance(spec, MambaSpec):
+        return replace(spec, shapes=((8 * times,),))
+    assert isinstance(spec, AttentionSpec)
+    return replace(spec, head_size=2 * times)
 
 
 def mark_kinds(marks: Marks, groups: Sequence[Group], batch: Sequence[Rows]) -> None:

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 
 from tests.helpers.shared_engines import Killed, MiniEngine
 from tests.sim.clock import SimClock
-from tests.sim.device import StateGroup
 from tests.sim.failure import require
 from tests.sim.marks import Marks
 from tests.sim.registry import HashRegistry
@@ -82,14 +81,13 @@ class OtherEngine(MiniEngine):
     def fill(self, slot: int, key: bytes, parts: int = 1) -> None:
         """All rows on all ranks, or with more parts only the first rows on the first ranks."""
         group = self._worker.groups[get_group_id(BlockHashWithGroupId(key))]
-        size = 1 if isinstance(group, StateGroup) else group.block_size * group.num_layers
         hosts = self._worker.hosts
         for rank, memory in enumerate(hosts[: -(-len(hosts) // parts)]):
             rows = list(self._stamps(rank, key, self._filled_with[slot]).items())
             page = memory.page_of(slot, group.group_id)
             page.bad = page.tainted = False  # what was lost there is no matter any more
             for row, stamp in rows[: max(1, len(rows) // parts)]:
-                page.write(group.group_id, size, row, stamp)
+                page.write(group.group_id, group.page_rows, row, stamp)
 
     def check(self, slot: int, key: bytes, version: int | None = None) -> None:
         """I6 for what this engine reads. A rank whose bytes the medium has lost finds that out, as a load does."""

@@ -250,13 +250,13 @@ class Run(TierResetRun, SharedRun):
             for group, table in zip(self.worker.groups, tables, strict=True):
                 size = group.block_size
                 first, last = start // size, (end - 1) // size
-                if isinstance(group, RingGroup | HotGroup):
+                if isinstance(group.kind, RingGroup | HotGroup):
                     first, last = 0, len(table) - 1
-                elif isinstance(group, StateGroup) and self.params.num_spec_tokens == 0:
+                elif isinstance(group.kind, StateGroup) and self.params.num_spec_tokens == 0:
                     first = last
-                elif isinstance(group, StateGroup):
+                elif isinstance(group.kind, StateGroup):
                     last += self.params.num_spec_tokens
-                by_position = not isinstance(group, RingGroup | HotGroup)
+                by_position = not isinstance(group.kind, RingGroup | HotGroup)
                 for column in range(first, min(last + 1, len(table))):
                     if table[column]:
                         ends[table[column]] = min((column + 1) * size, end) if by_position else end
