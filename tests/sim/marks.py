@@ -139,6 +139,7 @@ MARKS = frozenset(
         "job refused",
         "load given up",
         "store given up",
+        "copies given up hold what a request needs",
         "job ends that was given up",
         "reset with jobs of a manager under way",
         "reset of a manager failed",

@@ -394,6 +394,7 @@ class Run(TierResetRun, SharedRun):
                     f"{output.request_id} answers {truth.delivered}, expected {truth.output}",
                 )
                 if output.finish_reason is not None:
+                    truth.ended_by = truth.ended_by or ("held up" if self.is_held_up(output) else None)
                     self._note_end(truth, output.finish_reason)
         for request in list(self.scheduler.requests.values()):
             self.registry.learn(request)

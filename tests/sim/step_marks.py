@@ -10,6 +10,7 @@ from tests.sim.views import RunViews
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import WAIT_MAX_S
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.messages import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.transfer import TransferState
@@ -56,6 +57,14 @@ class StepMarks(RunViews):
             self.marks.hit("resumed with a hit")
         if new.num_computed_tokens == num_tokens - 1:
             self.marks.hit("full prompt cached")
+
+    def is_held_up(self, output: EngineCoreOutput) -> bool:
+        """The request ends because copies that were given up hold what it needs: right if there have been any."""
+        given_up = self.marks.counts["load given up"] + self.marks.counts["store given up"]
+        if output.error is None or output.error.code != "kv_cache_blocked" or not given_up:
+            return False
+        self.marks.hit("copies given up hold what a request needs")
+        return True
 
     def mark_step(self, output: SchedulerOutput) -> None:
         """After a step was scheduled."""
