@@ -41,6 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True},
     "odd_width": {"hidden_size": 63, "intermediate_size": 81},
     "usual_pattern": {"layer_types": None, "num_kv_shared_layers": 1},
+    "indexes_of_two_digits": {"num_hidden_layers": 12, "layer_types": None, "num_kv_shared_layers": 4},
     "plain_rope": {
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

@@ -198,7 +198,8 @@ def _heads(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
     }
     by_layer = text.get("per_layer_config")
     if by_layer is not None:
-        own = by_layer.get(str(index), by_layer.get(index)) or {}
+        # The library writes all indexes with as many digits as the last one has: "05" of 35 layers.
+        own = {int(layer): changes for layer, changes in by_layer.items()}.get(index) or {}
         unknown = sorted(own.keys() - values.keys())
         if unknown:
             raise ValueError(f"per_layer_config of layer {index}: {', '.join(unknown)} is not supported")
