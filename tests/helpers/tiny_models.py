@@ -36,6 +36,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {**_DENSE, "head_dim": 16, "sliding_window": 8},
     "qwen2": _DENSE,
     "qwen3": {**_DENSE, "head_dim": 16},
+    "gemma3_text": {
+        **_DENSE,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+        "sliding_window_pattern": 2,
+    },
     "gemma4_text": {
         **_DENSE,
         "num_hidden_layers": 7,

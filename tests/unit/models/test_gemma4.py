@@ -1,4 +1,4 @@
-"""Gemma 4 against the transformers library, one-shot and over pages, and what its config may not say."""
+"""Gemma 3 and 4 against the transformers library, one-shot and over pages, and what its config may not say."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 from tests.helpers.paged_harness import PagedHarness
 from tests.helpers.random_schedule import TOLERANCE, random_tokens, run_random_schedule
 from tests.helpers.tiny_models import CONFIGS, engine_config, make_oracle, oracle_logits, save_oracle
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.model_loader.tiny import TINY_CONFIGS
 from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
@@ -64,6 +65,49 @@ def test_one_shot_logits_equal_the_oracle(variant: str, tmp_path: Path) -> None:
     tokens = random_tokens(random.Random(1), 45)
     (logits,) = harness.step([(harness.start(tokens), 45)])
     torch.testing.assert_close(logits, oracle_logits(oracle, tokens), atol=TOLERANCE, rtol=0)
+
+
+THIRD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "usual_pattern": {"num_hidden_layers": 7, "sliding_window_pattern": 6},
+    "biases_cap_untied": {
+        "attention_bias": True,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": False,
+    },
+    "stretched": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("variant", sorted(THIRD))
+def test_gemma_3_gives_the_logits_of_the_oracle(variant: str, tmp_path: Path) -> None:
+    oracle = make_oracle("gemma3_text", **THIRD[variant])
+    harness = PagedHarness(load(tmp_path, oracle, block_size=4))
+    tokens = random_tokens(random.Random(1), 45)
+    (logits,) = harness.step([(harness.start(tokens), 45)])
+    torch.testing.assert_close(logits, oracle_logits(oracle, tokens), atol=TOLERANCE, rtol=0)
+    run_random_schedule(harness, oracle, seed=3, share=False)
+    assert harness.null_is_clean()
+
+
+def test_gemma_3_reads_the_old_names_of_its_rotary_settings() -> None:
+    oracle = make_oracle("gemma3_text", **THIRD["stretched"]).config.to_dict()
+    new = GemmaParams.from_config(oracle)
+    del oracle["rope_parameters"]
+    old = {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 5000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    read = GemmaParams.from_config(oracle | old)
+    for kind, rope in new.ropes.items():
+        assert torch.equal(RotaryEmbedding(read.ropes[kind]).rows(64), RotaryEmbedding(rope).rows(64)), kind
+    assert read.layers == new.layers
 
 
 @pytest.mark.parametrize("variant", ["plain", "experts", "wide_mlp", "keys_are_values_and_shared"])
@@ -174,6 +218,12 @@ def test_head_sizes_may_be_spelled_out_by_layer_or_named_for_full_layers() -> No
         ),
         ({"per_layer_config": {"0": {"window": 4}}}, "per_layer_config of layer 0: window is not supported"),
         ({"hidden_size": None}, "hidden_size"),
+        ({"model_type": "gemma3n_text"}, "model_type 'gemma3n_text' is not supported; supported: gemma3, "),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention True is",
+        ),
         ({"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input 99 is smaller than vocab_size 264"),
         (
             {"rope_parameters": {"sliding_attention": {"rope_type": "x"}, "full_attention": {}}},

@@ -207,7 +207,7 @@ def test_registry_resolves_the_first_known_architecture() -> None:
     assert ModelRegistry.resolve_model_cls(["Unknown", "LlamaForCausalLM"]) is LlamaForCausalLM
     assert ModelRegistry.resolve_model_cls("MistralForCausalLM") is LlamaForCausalLM
     with pytest.raises(
-        ValueError, match=r"\['Nope'\] are not supported; supported: Gemma4ForCausalLM, Gemma4ForCond"
+        ValueError, match=r"\['Nope'\] are not supported; supported: Gemma3ForCausalLM, Gemma3ForCond"
     ):
         ModelRegistry.resolve_model_cls(["Nope"])
     with pytest.raises(ValueError, match="target must be 'module:Class'"):

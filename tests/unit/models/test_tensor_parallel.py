@@ -40,6 +40,7 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "glm_unbounded_decay": ("glm5_next", 2, {"linear_lower_bound": None}),
     "glm_biases": ("glm5_next", 2, {"attention_bias": True}),
     "glm_expert_groups": ("glm5_next", 2, {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+    "gemma3": ("gemma3_text", 2, {}),
     "gemma4": ("gemma4_text", 2, {}),
     "gemma4_of_four": ("gemma4_text", 4, {"use_double_wide_mlp": True}),
     "gemma4_experts": (

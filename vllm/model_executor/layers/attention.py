@@ -27,7 +27,7 @@ __all__ = ["AttentionShape", "GroupedQueryAttention"]
 class AttentionShape:
     """Sizes and options of one attention layer. `qk_norm_eps` turns on a per-head norm of queries and keys.
 
-    `has_value_norm`: values are normed too, without a weight. `is_k_eq_v`: values are the keys before their norm.
+    `norm` is its kind. `has_value_norm`: values are normed too, without a weight. `is_k_eq_v`: values are the keys before their norm.
     `is_sharing`: keys and values are those that the layer wrote which owns the cache; this one has queries alone.
     """
 
@@ -44,6 +44,7 @@ class AttentionShape:
     has_value_norm: bool = False
     is_k_eq_v: bool = False
     is_sharing: bool = False
+    norm: type[RMSNorm] = RMSNorm
 
     @property
     def projections(self) -> str:
@@ -89,9 +90,9 @@ class GroupedQueryAttention(nn.Module):
         self.v_norm: PlainRMSNorm | None = None
         if shape.qk_norm_eps is not None:
             sizes_of_norm = (shape.head_dim, shape.qk_norm_eps, shape.dtype)
-            self.q_norm = RMSNorm(*sizes_of_norm)
+            self.q_norm = shape.norm(*sizes_of_norm)
             if not shape.is_sharing:
-                self.k_norm = RMSNorm(*sizes_of_norm)
+                self.k_norm = shape.norm(*sizes_of_norm)
                 self.v_norm = PlainRMSNorm(*sizes_of_norm) if shape.has_value_norm else None
 
     def forward(self, x: Tensor, meta: StepMeta) -> Tensor:

@@ -1,6 +1,6 @@
 """Normalisation layers. All statistics are computed in fp32, whatever the model's dtype.
 
-Owns: RMSNorm (weighted, plain, gated) and LayerNorm. Must not know: models. Layer L6.
+Owns: RMSNorm (weighted, offset, plain, gated) and LayerNorm. Must not know: models. Layer L6.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.activation import by_rows
 from vllm.model_executor.layers.linear import frozen
 
-__all__ = ["GatedRMSNorm", "LayerNorm", "PlainRMSNorm", "RMSNorm", "rms_unweighted"]
+__all__ = ["GatedRMSNorm", "LayerNorm", "OffsetRMSNorm", "PlainRMSNorm", "RMSNorm", "rms_unweighted"]
 
 
 class RMSNorm(nn.Module):
@@ -35,6 +35,19 @@ class RMSNorm(nn.Module):
 
     def weight_slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.weight", self.weight
+
+
+class OffsetRMSNorm(RMSNorm):
+    """`(1 + w) · x / rms(x)`, all in fp32: a weight near 0 would lose digits beside the 1 in a half-size type."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__(size, eps, torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x.float(), 1 + self.weight, self.eps).to(x.dtype)
+
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.forward(residual.add_(x))
 
 
 class PlainRMSNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""Gemma 4, text path: sliding and full attention, last layers that read earlier layers' caches, per-layer embeddings.
+"""Gemma 3 and 4, text path: sliding and full attention; last layers may read earlier layers' caches.
 
 Owns: the assembly of the layers and the checkpoint names. Must not know: the runner. Layer L6.
 The vision and audio towers of a composite checkpoint are passed over.
@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 __all__ = ["Gemma4ForCausalLM"]
 
-_TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
+_TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.")
 _OF_OWNERS = (".k_proj.weight", ".k_proj.bias", ".v_proj.weight", ".v_proj.bias", ".k_norm.weight")
 _STACKED = ".experts.gate_up_proj"
 
@@ -75,7 +75,7 @@ class GemmaLayer(nn.Module):
             p.attention_shape(layer, settings), pages, rope, settings.attention
         )
         self.mlp = GatedMLP((p.hidden_size, layer.intermediate_size), dtype, p.activation)
-        self.scalar = frozen(1, dtype=dtype)
+        self.scalar = frozen(1, dtype=dtype) if p.generation == 4 else None
         names = [
             "input_layernorm",
             "post_attention_layernorm",
@@ -94,7 +94,7 @@ class GemmaLayer(nn.Module):
             self.ple_projection = Linear(p.ple_size, p.hidden_size, dtype)
             self.activation = get_gated_activation(p.activation)
         # By checkpoint name: there are up to eight of them.
-        self.norms = nn.ModuleDict({name: RMSNorm(p.hidden_size, p.eps, dtype) for name in names})
+        self.norms = nn.ModuleDict({name: p.norm(p.hidden_size, p.eps, dtype) for name in names})
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         normed: Tensor = self.norms[name].forward(x)
@@ -114,12 +114,13 @@ class GemmaLayer(nn.Module):
         if ple is not None:
             gated = self.activation(torch.cat([self.ple_gate.forward(x), ple], dim=-1))
             x = x + self.norm("post_per_layer_input_norm", self.ple_projection.forward(gated))
-        return x * self.scalar
+        return x if self.scalar is None else x * self.scalar
 
     def weight_slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.attention.weight_slots(f"{prefix}.self_attn")
         yield from self.mlp.weight_slots(f"{prefix}.mlp")
-        yield f"{prefix}.layer_scalar", self.scalar
+        if self.scalar is not None:
+            yield f"{prefix}.layer_scalar", self.scalar
         for name, norm in self.norms.items():
             yield f"{prefix}.{name}.weight", norm.weight
         if self.experts is not None:
@@ -178,7 +179,7 @@ class Gemma4ForCausalLM(NativeModel):
             if layer.target is not None:
                 self.shared_caches[name] = cache_name(layer.target)
             self.layers.append(GemmaLayer(params, settings, i, pages, ropes[layer.kind]))
-        self.norm = RMSNorm(params.hidden_size, params.eps, settings.dtype)
+        self.norm = params.norm(params.hidden_size, params.eps, settings.dtype)
         tied = self.embed if params.is_tied else None
         self.head = LmHead(params.vocab_size, params.hidden_size, settings.dtype, tied)
 
@@ -212,9 +213,9 @@ class Gemma4ForCausalLM(NativeModel):
         return super().load_weights(_with_experts_split(weights))
 
     def weight_name(self, name: str) -> str | None:
-        if name.startswith(_TOWERS):
+        if name.removeprefix("model.").startswith(_TOWERS):
             return None
-        name = name.replace("model.language_model.", "model.", 1)
+        name = name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
         if name == "lm_head.weight" and self.params.is_tied:
             return None
         if name.endswith(_OF_OWNERS) and cache_name(int(name.split(".")[2])) in self.shared_caches:

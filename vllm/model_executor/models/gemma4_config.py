@@ -1,10 +1,11 @@
-"""Gemma 4, text path: its config.json as numbers, and the KV cache specs that follow from them.
+"""Gemma 3 and 4, text path: their config.json as numbers, and the KV cache specs that follow from them.
 
 Owns: what each layer is (window, head sizes, whose cache it reads), the refusal of what is not computed. Must not know:
 layers, weights. Layer L6.
 
-The last `num_kv_shared_layers` layers have queries alone: each reads the keys and values of the last earlier layer of
-its own type. Types alternate between a sliding window and full attention, which may have larger and fewer heads.
+Layers alternate between a sliding window and full attention. In Gemma 4 full layers may have larger and fewer heads, and
+the last `num_kv_shared_layers` layers have queries alone: each reads the keys and values of the last earlier layer of its
+own type.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.model_executor.layers.attention import AttentionShape
+from vllm.model_executor.layers.layernorm import OffsetRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RopeParams
 from vllm.model_executor.layers.sharding import check_split
 from vllm.model_executor.models.interfaces import ModelSettings
@@ -25,6 +27,8 @@ _DEFAULT_BLOCK_SIZE = 16
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Every sixth layer is a full one unless the checkpoint says otherwise.
 _PATTERN = 6
+_GENERATIONS = {"gemma3": 3, "gemma3_text": 3, "gemma4": 4, "gemma4_text": 4}
+_WINDOW = {3: 4096, 4: 512}
 _ROPE = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -53,9 +57,11 @@ class GemmaLayerParams:
 class GemmaParams:
     """The numbers of one checkpoint's language model. Sizes of parts that it does not have are 0."""
 
+    generation: int
     vocab_size: int
     hidden_size: int
     num_heads: int
+    score_scale: float
     eps: float
     activation: str
     is_tied: bool
@@ -74,29 +80,29 @@ class GemmaParams:
     def from_config(config: Mapping[str, Any]) -> GemmaParams:
         """Reads a flat text config or a composite one; `ValueError` names what is missing or not supported."""
         try:
-            return GemmaParams._read(config.get("text_config") or config)
+            text = config.get("text_config") or config
+            kind = text.get("model_type") or config.get("model_type")
+            if kind not in _GENERATIONS:
+                raise ValueError(
+                    f"model_type {kind!r} is not supported; supported: {', '.join(_GENERATIONS)}"
+                )
+            return GemmaParams._read(text, _GENERATIONS[kind])
         except KeyError as error:
             raise ValueError(f"config.json lacks {error.args[0]}") from None
 
     @staticmethod
-    def _read(text: Mapping[str, Any]) -> GemmaParams:
-        if text.get("use_bidirectional_attention") == "all":
-            raise ValueError(
-                "use_bidirectional_attention 'all' is not supported: this engine generates causally"
-            )
-        layers = _read_layers(text)
+    def _read(text: Mapping[str, Any], generation: int) -> GemmaParams:
+        _refuse(text)
+        layers = _read_layers(text, generation)
         has_experts = bool(text.get("enable_moe_block", False))
         ple = int(text.get("hidden_size_per_layer_input") or 0)
-        if ple and int(text["vocab_size_per_layer_input"]) < int(text["vocab_size"]):
-            raise ValueError(
-                f"vocab_size_per_layer_input {text['vocab_size_per_layer_input']} is smaller than vocab_size "
-                f"{text['vocab_size']}: some tokens would have no embedding"
-            )
-        rope = text.get("rope_parameters") or _ROPE
+        rope = text.get("rope_parameters") or (_ROPE if generation == 4 else _old_ropes(text))
         return GemmaParams(
+            generation=generation,
             vocab_size=int(text["vocab_size"]),
             hidden_size=int(text["hidden_size"]),
             num_heads=int(text["num_attention_heads"]),
+            score_scale=1.0 if generation == 4 else float(text.get("query_pre_attn_scalar") or 256) ** -0.5,
             eps=float(text.get("rms_norm_eps", 1e-6)),
             activation=str(text.get("hidden_activation", "gelu_pytorch_tanh")),
             is_tied=bool(text.get("tie_word_embeddings", True)),
@@ -111,11 +117,16 @@ class GemmaParams:
             layers=layers,
             ropes={
                 layer.kind: RopeParams.from_config(
-                    {**text, "rope_parameters": rope[layer.kind]}, layer.head_dim
+                    {**text, "rope_scaling": None, "rope_parameters": rope[layer.kind]}, layer.head_dim
                 )
                 for layer in layers
             },
         )
+
+    @property
+    def norm(self) -> type[RMSNorm]:
+        """The kind of all norms with a weight."""
+        return OffsetRMSNorm if self.generation == 3 else RMSNorm
 
     def check_split(self, tp_size: int) -> None:
         """`ValueError` naming what `tp_size` ranks cannot share."""
@@ -137,20 +148,48 @@ class GemmaParams:
             out_bias=self.has_bias,
             qk_norm_eps=self.eps,
             window=layer.window,
-            scale=1.0,
-            has_value_norm=True,
+            scale=self.score_scale,
+            norm=self.norm,
+            has_value_norm=self.generation == 4,
             is_k_eq_v=self.is_k_eq_v and layer.kind == _FULL,
             is_sharing=layer.target is not None,
         )
 
 
-def _read_layers(text: Mapping[str, Any]) -> tuple[GemmaLayerParams, ...]:
-    kinds = _layer_kinds(text)
+def _refuse(text: Mapping[str, Any]) -> None:
+    """`ValueError` for what this engine does not compute."""
+    bidirectional = text.get("use_bidirectional_attention")
+    if bidirectional not in (None, False, "vision"):  # "vision" is about images alone
+        raise ValueError(
+            f"use_bidirectional_attention {bidirectional!r} is not supported: this engine generates causally"
+        )
+    if text.get("attn_logit_softcapping") is not None:
+        raise ValueError(
+            f"attn_logit_softcapping {text['attn_logit_softcapping']} is not supported: scores are not capped"
+        )
+    tokens, embedded = int(text["vocab_size"]), text.get("vocab_size_per_layer_input")
+    if text.get("hidden_size_per_layer_input") and embedded is not None and int(embedded) < tokens:
+        raise ValueError(
+            f"vocab_size_per_layer_input {embedded} is smaller than vocab_size {tokens}: "
+            f"some tokens would have no embedding"
+        )
+
+
+def _old_ropes(text: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rotary settings by layer type as checkpoints of Gemma 3 name them; a scaling concerns full layers alone."""
+    return {
+        _SLIDING: {"rope_theta": text.get("rope_local_base_freq") or 10_000.0},
+        _FULL: {"rope_theta": text.get("rope_theta") or 1_000_000.0, **(text.get("rope_scaling") or {})},
+    }
+
+
+def _read_layers(text: Mapping[str, Any], generation: int) -> tuple[GemmaLayerParams, ...]:
+    kinds = _layer_kinds(text, generation)
     first_sharing = len(kinds) - int(text.get("num_kv_shared_layers") or 0)
     doubles = bool(text.get("use_double_wide_mlp", False))
     layers = []
     for i, kind in enumerate(kinds):
-        head_dim, kv_heads = _heads(text, i, kind)
+        head_dim, kv_heads = _heads(text, i, generation == 4 and kind == _FULL)
         is_sharing = i >= first_sharing
         layers.append(
             GemmaLayerParams(
@@ -158,16 +197,17 @@ def _read_layers(text: Mapping[str, Any]) -> tuple[GemmaLayerParams, ...]:
                 head_dim=head_dim,
                 num_kv_heads=kv_heads,
                 intermediate_size=int(text["intermediate_size"]) * (2 if doubles and is_sharing else 1),
-                window=int(text.get("sliding_window") or 512) if kind == _SLIDING else None,
+                window=int(text.get("sliding_window") or _WINDOW[generation]) if kind == _SLIDING else None,
                 target=_target(kinds, first_sharing, i) if is_sharing else None,
             )
         )
     return tuple(layers)
 
 
-def _layer_kinds(text: Mapping[str, Any]) -> list[str]:
+def _layer_kinds(text: Mapping[str, Any], generation: int) -> list[str]:
     count = int(text["num_hidden_layers"])
-    kinds = [_FULL if (i + 1) % _PATTERN == 0 else _SLIDING for i in range(count)]
+    pattern = int(text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or _PATTERN)
+    kinds = [_FULL if (i + 1) % pattern == 0 else _SLIDING for i in range(count)]
     kinds = list(text.get("layer_types") or kinds)
     unknown = sorted(set(kinds) - {_FULL, _SLIDING})
     if len(kinds) != count or unknown:
@@ -175,7 +215,8 @@ def _layer_kinds(text: Mapping[str, Any]) -> list[str]:
             f"layer_types must name {_FULL} or {_SLIDING} for each of {count} layers, got {len(kinds)} names"
             + (f", among them {unknown}" if unknown else "")
         )
-    kinds[-1] = _FULL  # the family's rule, whatever is written
+    if generation == 4:
+        kinds[-1] = _FULL  # whatever is written
     return kinds
 
 
@@ -190,8 +231,8 @@ def _target(kinds: list[str], first_sharing: int, index: int) -> int:
     )
 
 
-def _heads(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
-    """Head size and KV heads of a layer: spelled out by layer, or by the names for full layers."""
+def _heads(text: Mapping[str, Any], index: int, is_global: bool) -> tuple[int, int]:
+    """Head size and KV heads of a layer: spelled out by layer, or by the names for full (`is_global`) layers."""
     values = {
         "head_dim": int(text.get("head_dim") or 256),
         "num_key_value_heads": text["num_key_value_heads"],
@@ -204,7 +245,7 @@ def _heads(text: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
         if unknown:
             raise ValueError(f"per_layer_config of layer {index}: {', '.join(unknown)} is not supported")
         values.update(own)
-    elif kind == _FULL:
+    elif is_global:
         values["head_dim"] = text.get("global_head_dim") or 512
         if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
             values["num_key_value_heads"] = text["num_global_key_value_heads"]

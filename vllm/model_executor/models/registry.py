@@ -15,6 +15,8 @@ __all__ = ["ModelRegistry"]
 _PACKAGE = "vllm.model_executor.models"
 
 _MODELS: dict[str, str] = {
+    "Gemma3ForCausalLM": f"{_PACKAGE}.gemma4:Gemma4ForCausalLM",
+    "Gemma3ForConditionalGeneration": f"{_PACKAGE}.gemma4:Gemma4ForCausalLM",
     "Gemma4ForCausalLM": f"{_PACKAGE}.gemma4:Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration": f"{_PACKAGE}.gemma4:Gemma4ForCausalLM",
     "Glm5NextForCausalLM": f"{_PACKAGE}.glm5_next:Glm5NextForCausalLM",
