@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.kv_plans import BF16, plan_config
+from vllm.v1.core.kv_cache_placement import group_waste
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 from vllm.v1.core.kv_cache_sharing import check_kv_sharing, merge_kv_sharing, note_kv_sharing
 from vllm.v1.core.kv_cache_sizes import generate_scheduler_kv_cache_config
@@ -19,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import add_kv_sharing_layers_to_kv_cache_groups
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=BF16)
@@ -166,3 +168,17 @@ def test_without_sharing_nothing_is_told(caplog: pytest.LogCaptureFixture) -> No
         note_kv_sharing(config, {})
     assert "another layer" not in caplog.text
     assert all(group.num_sharing_layers == 0 for group in describe_groups(config, 1))
+
+
+@pytest.mark.parametrize(("owners", "block_bytes"), [(15, 98304), (35, 229376)])
+def test_a_model_of_35_layers_of_which_20_share(owners: int, block_bytes: int) -> None:
+    """Four windows of 256 channels to one full layer of 512, one KV head each: no byte of a block is left unused."""
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=512, dtype=BF16)
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=256, dtype=BF16, sliding_window=512)
+    layers = {f"l{i}": full if i % 5 == 4 else window for i in range(owners)}
+    config = plan_config(max_model_len=8192, max_in_flight_tokens=2048)
+    (found,) = plan(config, [layers], memory=1 << 30)
+    assert bytes_of(found) == found.num_blocks * block_bytes
+    fulls = owners // 5
+    assert sorted(len(group.layer_names) for group in found.kv_cache_groups) == [fulls, 2 * fulls, 2 * fulls]
+    assert all(waste.wasted_bytes == 0 for waste in group_waste(KVCacheLayout.BLHNC, found.kv_cache_groups))
