@@ -198,6 +198,43 @@ PyObject* clear(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// `each(index, key, hash, keys left)` for every key, until it is false.
+template <typename Each>
+PyObject* for_keys(PyObject* self, PyObject* sequence, Each each) {
+  Items keys(sequence);
+  if (!keys.ok()) return nullptr;
+  for (Py_ssize_t i = 0, n = keys.size(); i < n; ++i) {
+    PyObject* key = keys[i];
+    if (!is_key(key) || !each(self_of(self), key, hash_of(key), n - i)) return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+// The index as a set: its values are None.
+PyObject* add_keys(PyObject* self, PyObject* keys) {
+  return for_keys(self, keys, [](Index* index, PyObject* key, uint32_t hash, Py_ssize_t more) {
+    if (!make_room(index, more)) return false;
+    uint64_t place = home(index, hash);
+    for (; index->hashes[place] != 0; place = after(index, place)) {
+      if (index->hashes[place] == hash && is_same(index->entries[place].key, key)) return true;
+    }
+    Py_INCREF(key);
+    Py_INCREF(Py_None);
+    index->hashes[place] = hash;
+    index->entries[place] = {key, Py_None};
+    index->used += 1;
+    return true;
+  });
+}
+
+PyObject* drop_keys(PyObject* self, PyObject* keys) {
+  return for_keys(self, keys, [](Index* index, PyObject* key, uint32_t hash, Py_ssize_t) {
+    const uint64_t place = find_entry(index, key, hash);
+    if (place != kNowhere) erase_entry(index, place);
+    return true;
+  });
+}
+
 // A list of `item(entry)` for each entry.
 template <typename Item>
 PyObject* listed(const Index* index, Item item) {
@@ -239,6 +276,8 @@ PyMethodDef methods[] = {
     {"setdefault", fast(set_default), METH_FASTCALL, nullptr},
     {"pop", fast(pop), METH_FASTCALL, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},
+    {"add_keys", add_keys, METH_O, "add_keys($self, keys, /)\n--\n\nThe index as a set: its values are None."},
+    {"drop_keys", drop_keys, METH_O, "drop_keys($self, keys, /)\n--\n\nThose of the keys that there are vanish."},
     {"items", items, METH_NOARGS, "items($self)\n--\n\nA list, in no order."},
     {"values", values, METH_NOARGS, "values($self)\n--\n\nA list, in no order."},
     {nullptr, nullptr, 0, nullptr},
@@ -312,50 +351,6 @@ Index* as_index(PyObject* object) {
   if (PyObject_TypeCheck(object, index_type)) return reinterpret_cast<Index*>(object);
   PyErr_SetString(PyExc_TypeError, "a native index is needed");
   return nullptr;
-}
-
-namespace {
-
-// `each(index, key, hash, keys left)` for every key, until it is false.
-template <typename Each>
-PyObject* for_keys(const char* name, PyObject* const* args, Py_ssize_t count, Each each) {
-  if (wrong_count(name, count, 2)) return nullptr;
-  Index* index = as_index(args[0]);
-  if (index == nullptr) return nullptr;
-  Items keys(args[1]);
-  if (!keys.ok()) return nullptr;
-  for (Py_ssize_t i = 0, n = keys.size(); i < n; ++i) {
-    PyObject* key = keys[i];
-    if (!is_key(key) || !each(index, key, hash_of(key), n - i)) return nullptr;
-  }
-  Py_RETURN_NONE;
-}
-
-}  // namespace
-
-// add_keys(index, keys) and drop_keys(index, keys): the index as a set; its values are None.
-PyObject* add_keys(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return for_keys("add_keys", args, count, [](Index* index, PyObject* key, uint32_t hash, Py_ssize_t more) {
-    if (!make_room(index, more)) return false;
-    uint64_t place = home(index, hash);
-    for (; index->hashes[place] != 0; place = after(index, place)) {
-      if (index->hashes[place] == hash && is_same(index->entries[place].key, key)) return true;
-    }
-    Py_INCREF(key);
-    Py_INCREF(Py_None);
-    index->hashes[place] = hash;
-    index->entries[place] = {key, Py_None};
-    index->used += 1;
-    return true;
-  });
-}
-
-PyObject* drop_keys(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return for_keys("drop_keys", args, count, [](Index* index, PyObject* key, uint32_t hash, Py_ssize_t) {
-    const uint64_t place = find_entry(index, key, hash);
-    if (place != kNowhere) erase_entry(index, place);
-    return true;
-  });
 }
 
 bool add_index_type(PyObject* module) {

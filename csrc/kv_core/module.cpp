@@ -30,11 +30,9 @@ PyMethodDef functions[] = {
     {"make_blocks", fast(make_blocks), METH_FASTCALL, nullptr},
     {"bind_take", fast(bind_take), METH_FASTCALL, nullptr},
     {"touch", fast(touch), METH_FASTCALL, nullptr},
-    {"find_cached", fast(find_cached), METH_FASTCALL, nullptr},
+    {"bind_find_cached", fast(bind_find_cached), METH_FASTCALL, nullptr},
     {"lacking", fast(lacking), METH_FASTCALL, nullptr},
-    {"add_keys", fast(add_keys), METH_FASTCALL, nullptr},
-    {"drop_keys", fast(drop_keys), METH_FASTCALL, nullptr},
-    {"block_ids", fast(block_ids), METH_FASTCALL, nullptr},
+    {"pack_block_ids", fast(pack_block_ids), METH_FASTCALL, nullptr},
     {"pack_token_counts", fast(pack_token_counts), METH_FASTCALL, nullptr},
     {"count_before", fast(count_before), METH_FASTCALL, nullptr},
     {"release", fast(release), METH_FASTCALL, nullptr},
@@ -60,7 +58,7 @@ PyMODINIT_FUNC PyInit__kv_core() {
   PyObject* module = PyModule_Create(&kv_core::definition);
   if (module == nullptr) return nullptr;
   if (kv_core::find_invariant_error() && kv_core::add_block_type(module) && kv_core::add_queue_type(module) &&
-      kv_core::add_tally_type(module) && kv_core::add_index_type(module)) {
+      kv_core::add_tally_type(module) && kv_core::add_index_type(module) && kv_core::add_search_type(module)) {
     return module;
   }
   Py_DECREF(module);

@@ -141,13 +141,27 @@ PyObject* take(PyObject* self, PyObject* count) {
   return taken;
 }
 
-PyMethodDef take_definition = {"take", take, METH_O, nullptr};
-
-template <typename T>
-T* held(PyObject* object) {
-  Py_INCREF(object);
-  return reinterpret_cast<T*>(object);
+// A column of 32-bit numbers, one of each block, as bytes.
+template <typename Number>
+PyObject* pack(PyObject* blocks, Number number) {
+  static_assert(sizeof(number(static_cast<const Block*>(nullptr))) == sizeof(uint32_t));
+  Items items(blocks);
+  const Py_ssize_t count = items.ok() ? items.size() : 0;
+  PyObject* bytes = items.ok() ? PyBytes_FromStringAndSize(nullptr, count * Py_ssize_t(sizeof(uint32_t))) : nullptr;
+  char* place = bytes == nullptr ? nullptr : PyBytes_AsString(bytes);
+  for (Py_ssize_t i = 0; bytes != nullptr && i < count; ++i, place += sizeof(uint32_t)) {
+    const Block* block = as_block(items[i]);
+    if (block == nullptr) {
+      Py_CLEAR(bytes);
+      break;
+    }
+    const auto value = number(block);
+    std::memcpy(place, &value, sizeof(value));
+  }
+  return bytes;
 }
+
+PyMethodDef take_definition = {"take", take, METH_O, nullptr};
 
 }  // namespace
 
@@ -214,39 +228,16 @@ PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// block_ids(blocks) -> list of their ids.
-PyObject* block_ids(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("block_ids", count, 1)) return nullptr;
-  Items items(args[0]);
-  PyObject* ids = items.ok() ? PyList_New(items.size()) : nullptr;
-  for (Py_ssize_t i = 0; ids != nullptr && i < items.size(); ++i) {
-    const Block* block = as_block(items[i]);
-    PyObject* id = block == nullptr ? nullptr : PyLong_FromLong(block->id);
-    if (id == nullptr) {
-      Py_CLEAR(ids);
-    } else {
-      PyList_SetItem(ids, i, id);
-    }
-  }
-  return ids;
-}
-
 // pack_token_counts(blocks) -> bytes of 32-bit numbers: how many tokens their hashes cover, or kNoTokens.
 PyObject* pack_token_counts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (wrong_count("pack_token_counts", count, 1)) return nullptr;
-  Items items(args[0]);
-  const Py_ssize_t number = items.ok() ? items.size() : 0;
-  PyObject* bytes = items.ok() ? PyBytes_FromStringAndSize(nullptr, number * Py_ssize_t(sizeof(uint32_t))) : nullptr;
-  char* place = bytes == nullptr ? nullptr : PyBytes_AsString(bytes);
-  for (Py_ssize_t i = 0; bytes != nullptr && i < number; ++i, place += sizeof(uint32_t)) {
-    const Block* block = as_block(items[i]);
-    if (block == nullptr) {
-      Py_CLEAR(bytes);
-    } else {
-      std::memcpy(place, &block->num_tokens, sizeof(uint32_t));
-    }
-  }
-  return bytes;
+  return pack(args[0], [](const Block* block) { return block->num_tokens; });
+}
+
+// pack_block_ids(blocks) -> bytes of signed 32-bit numbers: their ids.
+PyObject* pack_block_ids(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (wrong_count("pack_block_ids", count, 1)) return nullptr;
+  return pack(args[0], [](const Block* block) { return block->id; });
 }
 
 // release(pool, blocks, cached, uncached) -> None, or a list of blocks of other pools: one reference less for each of the pool's

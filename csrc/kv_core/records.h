@@ -90,6 +90,13 @@ inline void assign(T*& target, T* value) {
   Py_XDECREF(reinterpret_cast<PyObject*>(old));
 }
 
+// A strong reference to what is known to be a T.
+template <typename T>
+T* held(PyObject* object) {
+  Py_INCREF(object);
+  return reinterpret_cast<T*>(object);
+}
+
 // Any sequence as a list or a tuple whose items can be borrowed.
 class Items {
  public:
@@ -121,6 +128,7 @@ class Items {
 bool add_block_type(PyObject* module);
 bool add_index_type(PyObject* module);
 bool add_queue_type(PyObject* module);
+bool add_search_type(PyObject* module);
 bool add_tally_type(PyObject* module);
 // Null with TypeError for anything else.
 Index* as_index(PyObject* object);
@@ -171,11 +179,9 @@ PyObject* pop_front(Queue* queue, Py_ssize_t count, Each each) {
 PyObject* make_blocks(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* bind_take(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count);
-PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* bind_find_cached(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* lacking(PyObject*, PyObject* const* args, Py_ssize_t count);
-PyObject* add_keys(PyObject*, PyObject* const* args, Py_ssize_t count);
-PyObject* drop_keys(PyObject*, PyObject* const* args, Py_ssize_t count);
-PyObject* block_ids(PyObject*, PyObject* const* args, Py_ssize_t count);
+PyObject* pack_block_ids(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* pack_token_counts(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* count_before(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* release(PyObject*, PyObject* const* args, Py_ssize_t count);

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <string_view>
+#include <string>
 #include <vector>
 
 namespace kv_core {
@@ -14,31 +14,33 @@ namespace {
 // What hashes may end with: mostly the number of a group in four bytes.
 class Suffixes {
  public:
-  explicit Suffixes(PyObject* texts) : texts_(texts) {
-    for (Py_ssize_t i = 0; texts_.ok() && i < texts_.size(); ++i) {
+  // False with an error for what is no sequence of bytes.
+  bool add_all(PyObject* texts) {
+    Items items(texts);
+    for (Py_ssize_t i = 0; items.ok() && i < items.size(); ++i) {
       char* text = nullptr;
       Py_ssize_t size = 0;
-      if (PyBytes_AsStringAndSize(texts_[i], &text, &size) != 0) return;
+      if (PyBytes_AsStringAndSize(items[i], &text, &size) != 0) return false;
       all_.emplace_back(text, size_t(size));
     }
+    return items.ok();
   }
-  bool ok() const { return texts_.ok() && Py_ssize_t(all_.size()) == texts_.size(); }
   bool end(PyObject* hash) const {
-    const char* text = PyBytes_AsString(hash);
-    const size_t size = size_t(PyBytes_Size(hash));
-    for (const std::string_view suffix : all_) {
-      if (size >= suffix.size() && is_equal(text + size - suffix.size(), suffix)) return true;
+    char* text = nullptr;
+    Py_ssize_t size = 0;
+    if (PyBytes_AsStringAndSize(hash, &text, &size) != 0) return PyErr_Clear(), false;  // no block has such a hash
+    for (const std::string& suffix : all_) {
+      if (size_t(size) >= suffix.size() && is_equal(text + size - suffix.size(), suffix)) return true;
     }
     return false;
   }
 
  private:
-  static bool is_equal(const char* end, std::string_view suffix) {
+  static bool is_equal(const char* end, const std::string& suffix) {
     if (suffix.size() != sizeof(uint32_t)) return std::memcmp(end, suffix.data(), suffix.size()) == 0;
     return std::memcmp(end, suffix.data(), sizeof(uint32_t)) == 0;  // no call
   }
-  Items texts_;
-  std::vector<std::string_view> all_;
+  std::vector<std::string> all_;
 };
 
 // A list that is made as long as it may get, and cut when it is done.
@@ -59,6 +61,36 @@ class Rows {
 
  private:
   PyObject* list_;
+  Py_ssize_t most_;
+  Py_ssize_t count_ = 0;
+};
+
+// 32-bit numbers as bytes; likewise.
+class Numbers {
+ public:
+  explicit Numbers(Py_ssize_t most) : bytes_(PyBytes_FromStringAndSize(nullptr, most * kSize)), most_(most) {
+    if (bytes_ != nullptr) place_ = PyBytes_AsString(bytes_);
+  }
+  ~Numbers() { Py_XDECREF(bytes_); }
+  Numbers(const Numbers&) = delete;
+  Numbers& operator=(const Numbers&) = delete;
+  bool ok() const { return bytes_ != nullptr; }
+  void add(uint32_t number) { std::memcpy(place_ + kSize * count_++, &number, kSize); }
+  void drop_all() { count_ = 0; }
+  // Borrowed; null with an error.
+  PyObject* done() {
+    if (count_ < most_) {
+      PyObject* whole = bytes_;
+      bytes_ = PyBytes_FromStringAndSize(PyBytes_AsString(whole), count_ * kSize);
+      Py_DECREF(whole);
+    }
+    return bytes_;
+  }
+
+ private:
+  static constexpr Py_ssize_t kSize = sizeof(uint32_t);
+  PyObject* bytes_;
+  char* place_ = nullptr;
   Py_ssize_t most_;
   Py_ssize_t count_ = 0;
 };
@@ -89,28 +121,47 @@ class Different {
   Py_ssize_t count_ = 0;
 };
 
-}  // namespace
+// What `bind_find_cached` binds; strong references.
+struct Search {
+  PyObject ob_base;
+  Queue* queue;
+  PyObject* unwanted;
+  Index* index;
+  Index* coming;
+  Suffixes* suffixes;
+};
 
-// find_cached(queue, suffixes, unwanted, index, coming, depth) -> (blocks, hashes, number, last): of the first `depth` blocks
-// those whose hash ends with one of the suffixes and is not in the set `unwanted`, how many different ones of these hashes are in
-// neither index, and the last block looked at or None. No blocks and hashes where there is no such one.
-PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (wrong_count("find_cached", count, 6)) return nullptr;
-  if (!PyObject_TypeCheck(args[0], queue_type) || !PyAnySet_Check(args[2])) {
-    PyErr_SetString(PyExc_TypeError, "find_cached needs a native queue and a set");
-    return nullptr;
-  }
-  const Index* index = as_index(args[3]);
-  const Index* coming = index == nullptr ? nullptr : as_index(args[4]);
-  const Py_ssize_t depth = coming == nullptr ? -1 : PyLong_AsSsize_t(args[5]);
+PyTypeObject* search_type = nullptr;
+
+void dealloc_search(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  Search* search = reinterpret_cast<Search*>(self);
+  Py_XDECREF(reinterpret_cast<PyObject*>(search->queue));
+  Py_XDECREF(search->unwanted);
+  Py_XDECREF(reinterpret_cast<PyObject*>(search->index));
+  Py_XDECREF(reinterpret_cast<PyObject*>(search->coming));
+  delete search->suffixes;
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(reinterpret_cast<PyObject*>(type));
+}
+
+PyType_Slot search_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc_search)}, {0, nullptr}};
+
+PyType_Spec search_spec = {"vllm._kv_core.Search", sizeof(Search), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, search_slots};
+
+// The function that `bind_find_cached` returns.
+PyObject* find_cached(PyObject* self, PyObject* count) {
+  const Search* search = reinterpret_cast<Search*>(self);
+  const Py_ssize_t depth = PyLong_AsSsize_t(count);
   if (depth == -1 && PyErr_Occurred()) return nullptr;
-  const Suffixes suffixes(args[1]);
-  if (!suffixes.ok()) return nullptr;
-  const bool all_wanted = PySet_Size(args[2]) == 0;
-  const Queue* queue = reinterpret_cast<Queue*>(args[0]);
+  const Queue* queue = search->queue;
+  const Index *index = search->index, *coming = search->coming;
+  const bool all_wanted = PySet_Size(search->unwanted) == 0;
   const Py_ssize_t most = std::max<Py_ssize_t>(0, std::min(depth, queue->size));
-  const auto lack = [index, coming](PyObject* text, uint32_t hash) {
-    return find_entry(index, text, hash) == kNowhere && find_entry(coming, text, hash) == kNowhere;
+  const bool are_empty = index->used == 0 && coming->used == 0;
+  const auto lack = [=](PyObject* text, uint32_t hash) {
+    return are_empty || (find_entry(index, text, hash) == kNowhere && find_entry(coming, text, hash) == kNowhere);
   };
   const auto lacks = [&lack](const Block* block) { return block->hash != nullptr && lack(block->hash, hash_of(block->hash)); };
   Block *last = nullptr, *block = queue->head->next;
@@ -123,25 +174,61 @@ PyObject* find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const bool has_all = num_copied == most || block == nullptr || block == queue->tail;
   Rows blocks(has_all ? 0 : most), hashes(has_all ? 0 : most);
   if (!blocks.ok() || !hashes.ok()) return nullptr;
+  Numbers token_counts(has_all ? 0 : most);
+  if (!token_counts.ok()) return nullptr;
   Scout scout(queue, index);
   Different absent(has_all ? 0 : most);
   if (!has_all) block = queue->head->next;
   for (Py_ssize_t i = 0; !has_all && i < most && block != nullptr && block != queue->tail; ++i, block = block->next) {
     scout.step();
     last = block;
-    if (block->hash == nullptr || !suffixes.end(block->hash)) continue;
-    const int unwanted = all_wanted ? 0 : PySet_Contains(args[2], block->hash);
+    if (block->hash == nullptr || !search->suffixes->end(block->hash)) continue;
+    const int unwanted = all_wanted ? 0 : PySet_Contains(search->unwanted, block->hash);
     if (unwanted < 0) return nullptr;
     if (unwanted > 0) continue;
     blocks.add(as_object(block));
     hashes.add(block->hash);
+    token_counts.add(block->num_tokens);
     const uint32_t hash = hash_of(block->hash);
     if (lack(block->hash, hash)) absent.add(block->hash, hash);
   }
-  if (absent.count() == 0) blocks.drop_all(), hashes.drop_all();
-  PyObject *found = blocks.done(), *keys = hashes.done();
-  if (found == nullptr || keys == nullptr) return nullptr;
-  return Py_BuildValue("OOnO", found, keys, absent.count(), last == nullptr ? Py_None : as_object(last));
+  if (absent.count() == 0) blocks.drop_all(), hashes.drop_all(), token_counts.drop_all();
+  PyObject *found = blocks.done(), *keys = hashes.done(), *counts = token_counts.done();
+  if (found == nullptr || keys == nullptr || counts == nullptr) return nullptr;
+  return Py_BuildValue("OOOnO", found, keys, counts, absent.count(), last == nullptr ? Py_None : as_object(last));
+}
+
+PyMethodDef find_cached_definition = {"find_cached", find_cached, METH_O, nullptr};
+
+}  // namespace
+
+bool add_search_type(PyObject*) {
+  search_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&search_spec));
+  return search_type != nullptr;
+}
+
+// bind_find_cached(queue, suffixes, unwanted, index, coming) -> function of a depth, which returns (blocks, hashes, token counts,
+// number, last): of the first `depth` blocks those whose hash ends with one of the suffixes and is not in the set `unwanted`,
+// the tokens that these hashes cover as in `pack_token_counts`, how many different ones of them are in neither index, and the
+// last block looked at or None. No blocks, hashes and counts where there is no such one.
+PyObject* bind_find_cached(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (wrong_count("bind_find_cached", count, 5)) return nullptr;
+  if (!PyObject_TypeCheck(args[0], queue_type) || !PyAnySet_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "bind_find_cached needs a native queue and a set");
+    return nullptr;
+  }
+  if (as_index(args[3]) == nullptr || as_index(args[4]) == nullptr) return nullptr;
+  PyObject* object = PyType_GenericAlloc(search_type, 0);
+  if (object == nullptr) return nullptr;
+  Search* search = reinterpret_cast<Search*>(object);
+  search->queue = held<Queue>(args[0]);
+  search->unwanted = held<PyObject>(args[2]);
+  search->index = held<Index>(args[3]);
+  search->coming = held<Index>(args[4]);
+  search->suffixes = new Suffixes;
+  PyObject* function = search->suffixes->add_all(args[1]) ? PyCFunction_New(&find_cached_definition, object) : nullptr;
+  Py_DECREF(object);
+  return function;
 }
 
 // lacking(index, hashes) -> list: those of the hashes that the index has no entry for, in order.

@@ -20,14 +20,15 @@ from vllm.v1.core.block_ops import (
     PythonTally,
     make_entries,
     make_key_set,
-    python_block_ids,
     python_count_before,
     python_find_cached,
     python_lacking,
+    python_pack_block_ids,
     python_pack_token_counts,
     python_release,
     python_take,
     python_touch,
+    unpack_block_ids,
 )
 from vllm.v1.core.free_block_queue import PythonLinkedQueue
 from vllm.v1.core.kv_cache_block import PythonBlock
@@ -67,9 +68,7 @@ class Side:
         self.further_keys: dict[int, Any] = {}
         self._take = bind_take(self.queue, self.index, self.tally, self.further_keys)
         self._touch, self._release = touch, release
-        self._find_cached, self._count_before, self._lacking, self._block_ids, self._token_counts, keys = (
-            views
-        )
+        self._bind_find, self._count_before, self._lacking, self._block_ids, self._token_counts, keys = views
         self.coming: Any = keys()
 
     def pick(self, numbers: Sequence[int]) -> list[Any]:
@@ -168,11 +167,14 @@ class Side:
         other[KEYS[numbers[-1] % len(KEYS)]] = None
         self.coming.difference_update(iter(KEYS))
         self.coming.update(KEYS[n % len(KEYS)] for n in numbers[1:2] * 2)
-        blocks, keys, num_lacking, last = self._find_cached(
-            self.queue, suffixes, unwanted, other, self.coming, numbers[0]
-        )
+        find = self._bind_find(self.queue, suffixes, unwanted, other, self.coming)
+        blocks, keys, token_counts, num_lacking, last = find(numbers[0])
+        packed = self._block_ids(blocks)
+        assert unpack_block_ids(packed) == ids(blocks)
+        assert token_counts == self._token_counts(blocks)
         return (
-            self._block_ids(blocks),
+            packed,
+            token_counts,
             keys,
             num_lacking,
             None if last is None else last.block_id,
@@ -215,10 +217,10 @@ def both_sides() -> tuple[Side, Side]:
             python_touch,
             python_release,
             (
-                python_find_cached,
+                lambda *bound: partial(python_find_cached, *bound),
                 python_count_before,
                 python_lacking,
-                python_block_ids,
+                python_pack_block_ids,
                 python_pack_token_counts,
                 set,
             ),
@@ -232,10 +234,10 @@ def both_sides() -> tuple[Side, Side]:
             native.touch,
             native.release,
             (
-                native.find_cached,
+                native.bind_find_cached,
                 native.count_before,
                 native.lacking,
-                native.block_ids,
+                native.pack_block_ids,
                 native.pack_token_counts,
                 make_key_set,
             ),
@@ -300,6 +302,28 @@ def test_native_blocks_are_not_leaked(steps: list[tuple[str, list[int]]]) -> Non
     assert {sys.getrefcount(block) for block in blocks} == {sys.getrefcount(block) for block in fresh}
 
 
+def test_a_bound_search_holds_what_it_looks_at_and_nothing_when_it_goes() -> None:
+    native = core()
+    blocks = native.make_blocks(4, None)
+    queue = native.FreeQueue(native.KVCacheBlock(-1), native.KVCacheBlock(-1), blocks)
+    bound = (queue, {b"unwanted"}, native.Index(), native.Index())
+    counts = [sys.getrefcount(item) for item in bound]
+    find = native.bind_find_cached(bound[0], (bytes(bytearray(b"mine")),), *bound[1:])
+    assert [sys.getrefcount(item) for item in bound] == [count + 1 for count in counts]
+    for block, key in zip(blocks, (b"1mine", None, b"2mine", b"3other"), strict=True):
+        block.block_hash = key
+    watched = [*blocks, *(block.block_hash for block in blocks if block.block_hash is not None)]
+    del block
+    before = [sys.getrefcount(item) for item in watched]
+    looks = [find(depth) for depth in (0, 1, 2, 3, 9, -1)]
+    assert [ids(look[0]) for look in looks] == [[], [0], [0], [0, 2], [0, 2], []]
+    assert looks[4][1:] == ([b"1mine", b"2mine"], b"\xff" * 8, 2, blocks[3])
+    del looks
+    assert [sys.getrefcount(item) for item in watched] == before
+    del find
+    assert [sys.getrefcount(item) for item in bound] == counts
+
+
 def test_a_native_block_does_not_keep_its_pool() -> None:
     pool = Pool()
     watched = weakref.ref(pool)
@@ -349,31 +373,34 @@ def test_wrong_values_are_refused() -> None:
     with pytest.raises(TypeError, match="native index"):
         native.bind_take(queue, {}, native.Tally(), {})
     with pytest.raises(TypeError, match="a set"):
-        native.find_cached(queue, (), [], native.Index(), native.Index(), 1)
+        native.bind_find_cached(queue, (), [], native.Index(), native.Index())
     with pytest.raises(TypeError, match="native index"):
-        native.find_cached(queue, (), set(), {}, native.Index(), 1)
+        native.bind_find_cached(queue, (), set(), {}, native.Index())
     with pytest.raises(TypeError, match="native index"):
-        native.find_cached(queue, (), set(), native.Index(), set(), 1)
-    block.block_hash = b"x"
-    queue.append(block)
-    with pytest.raises(TypeError, match="bytes"):
-        native.find_cached(queue, ("x",), set(), native.Index(), native.Index(), 1)
-    queue.remove(block)
+        native.bind_find_cached(queue, (), set(), native.Index(), set())
+    for suffixes in (("x",), 5):
+        with pytest.raises(TypeError):
+            native.bind_find_cached(queue, suffixes, set(), native.Index(), native.Index())
+    with pytest.raises(TypeError, match="takes 5 arguments"):
+        native.bind_find_cached(queue)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        native.bind_find_cached(queue, (), set(), native.Index(), native.Index())("x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a set"):
         native.count_before(queue, 1, [])
     with pytest.raises(TypeError, match="native index"):
         native.lacking({}, [])
     with pytest.raises(TypeError, match="bytes"):
         native.lacking(native.Index(), ["x"])
-    for change in (native.add_keys, native.drop_keys):
-        with pytest.raises(TypeError, match="native index"):
+    for change in (native.Index.add_keys, native.Index.drop_keys):
+        with pytest.raises(TypeError):
             change(set(), [])
         with pytest.raises(TypeError, match="bytes"):
             change(native.Index(), [b"x", "x"])
-        with pytest.raises(TypeError, match="takes 2 arguments"):
-            change(native.Index())  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="native block"):
-        native.block_ids([PythonBlock(1)])
+        with pytest.raises(TypeError):
+            change(native.Index(), 5)
+    for pack in (native.pack_block_ids, native.pack_token_counts):
+        with pytest.raises(TypeError, match="native block"):
+            pack([block, PythonBlock(1)])
     with pytest.raises(TypeError, match="takes 4 arguments"):
         native.bind_take(queue)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="out of range"):

@@ -46,7 +46,7 @@ class Lease:
     ) -> None:
         """Hold `blocks`: adds a reference to each."""
         pool.touch(blocks)
-        self._start(pool, blocks, owner, to_front, to_front)
+        self._start(pool, list(blocks), owner, to_front, to_front)
 
     @classmethod
     def adopt(
@@ -58,16 +58,17 @@ class Lease:
         to_front: bool = False,
         in_order: bool = False,
     ) -> Lease:
-        """Take over references that the caller holds, such as those of freshly allocated blocks."""
+        """Take over references that the caller holds, such as those of freshly allocated blocks; a list with them."""
         lease = cls.__new__(cls)
-        lease._start(pool, blocks, owner, to_front, in_order or to_front)
+        own = blocks if isinstance(blocks, list) else list(blocks)
+        lease._start(pool, own, owner, to_front, in_order or to_front)
         return lease
 
     def _start(
-        self, pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: str, to_front: bool, in_order: bool
+        self, pool: BlockPool, blocks: list[KVCacheBlock], owner: str, to_front: bool, in_order: bool
     ) -> None:
         self._pool = pool
-        self._blocks = list(blocks)
+        self._blocks = blocks
         self._state = _HELD
         self.evicted = _NONE
         self.owner = owner

@@ -75,11 +75,8 @@ else:
 
         __slots__ = ()
 
-        def update(self, keys: Iterable[BlockHashWithGroupId], /) -> None:
-            native_core.add_keys(self, keys)
-
-        def difference_update(self, keys: Iterable[BlockHashWithGroupId], /) -> None:
-            native_core.drop_keys(self, keys)
+        update = native_core.Index.add_keys
+        difference_update = native_core.Index.drop_keys
 
     make_key_set = NativeKeySet
 
@@ -220,7 +217,7 @@ def operations_for(
     return native_core.bind_take(queue, index, tally, further_keys), native_core.touch
 
 
-Found = tuple[list[KVCacheBlock], list[BlockHashWithGroupId], int, KVCacheBlock | None]
+Found = tuple[list[KVCacheBlock], list[BlockHashWithGroupId], bytes, int, KVCacheBlock | None]
 
 
 def python_find_cached(
@@ -233,8 +230,8 @@ def python_find_cached(
 ) -> Found:
     """Of the first `depth` blocks those whose hash ends with one of the suffixes and is not in `unwanted`.
 
-    Returns them, their hashes, how many different ones of these are neither in the index nor `coming`, and the last block
-    looked at; no blocks and hashes where there is no such one.
+    Returns them, their hashes, the tokens that these cover as in `pack_token_counts`, how many different ones of them are
+    neither in the index nor `coming`, and the last block looked at; no blocks, hashes and counts where there is no such one.
     """
 
     def lacks(key: BlockHashWithGroupId | None) -> bool:
@@ -243,7 +240,7 @@ def python_find_cached(
     scanned = list(islice(queue.iter_blocks_after(None), max(0, depth)))
     last = scanned[-1] if scanned else None
     if not any(lacks(block.block_hash) for block in scanned):
-        return [], [], 0, last  # mostly
+        return [], [], b"", 0, last  # mostly
     ends = tuple(suffixes)
     blocks: list[KVCacheBlock] = []
     keys: list[BlockHashWithGroupId] = []
@@ -255,7 +252,7 @@ def python_find_cached(
     num_lacking = len({key for key in keys if lacks(key)})
     if not num_lacking:
         blocks, keys = [], []
-    return blocks, keys, num_lacking, last
+    return blocks, keys, python_pack_token_counts(blocks), num_lacking, last
 
 
 def python_count_before(queue: LinkedQueue, limit: int, keys: Set[BlockHashWithGroupId]) -> int:
@@ -273,13 +270,20 @@ def python_lacking(index: IndexEntries, keys: Iterable[BlockHashWithGroupId]) ->
     return [key for key in keys if key not in index]
 
 
-def python_block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
-    """The ids of the blocks."""
-    return [block.block_id for block in blocks]
+def python_pack_block_ids(blocks: Iterable[KVCacheBlock]) -> bytes:
+    """The ids of the blocks as signed 32-bit numbers: see `unpack_block_ids`."""
+    return array("i", [block.block_id for block in blocks]).tobytes()
+
+
+def unpack_block_ids(packed: bytes) -> list[int]:
+    """What `pack_block_ids` has packed."""
+    return memoryview(packed).cast("i").tolist()
 
 
 NO_TOKENS = 2**32 - 1
 """Stands for None in `pack_token_counts`."""
+TOKEN_COUNT_BYTES = 4
+"""Of one number there."""
 
 
 def python_pack_token_counts(blocks: Iterable[KVCacheBlock]) -> bytes:
@@ -289,7 +293,7 @@ def python_pack_token_counts(blocks: Iterable[KVCacheBlock]) -> bytes:
 
 
 lacking = python_lacking if native_core is None else native_core.lacking
-block_ids = python_block_ids if native_core is None else native_core.block_ids
+pack_block_ids = python_pack_block_ids if native_core is None else native_core.pack_block_ids
 pack_token_counts = python_pack_token_counts if native_core is None else native_core.pack_token_counts
 count_before = python_count_before if native_core is None else native_core.count_before
 
@@ -304,7 +308,7 @@ def bind_find_cached(
     """`python_find_cached` as a function of the depth, by the native core where it knows the queue's links."""
     if native_core is None or not isinstance(queue, FreeKVCacheBlockQueue):
         return partial(python_find_cached, queue, suffixes, unwanted, index, coming)
-    return partial(native_core.find_cached, queue, suffixes, unwanted, index, coming)
+    return native_core.bind_find_cached(queue, suffixes, unwanted, index, coming)
 
 
 def touch_elsewhere(blocks: Sequence[KVCacheBlock]) -> None:

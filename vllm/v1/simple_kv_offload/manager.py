@@ -16,7 +16,6 @@ from vllm.distributed.kv_event_types import MEDIUM_CPU, MEDIUM_STORAGE, KVCacheE
 from vllm.logger import init_logger
 from vllm.utils.checks import check
 from vllm.utils.clock import Clock, MonotonicClock
-from vllm.v1.core.block_ops import block_ids
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.kv_cache_view import device_block_bytes
@@ -316,7 +315,7 @@ class SimpleCPUOffloadScheduler(TierResets):
         if submitted is not None:
             metadata.store_event, transfers = submitted
             for transfer in transfers:
-                metadata.add_stores(block_ids(transfer.device_blocks), block_ids(transfer.tier_blocks))
+                metadata.add_stores(transfer.device_blocks, transfer.tier_blocks)
                 if self.tier.has_parts:
                     metadata.store_groups += transfer.keys.groups(self.tier.group_ids[0])
         if self.chain is not None:
@@ -359,7 +358,8 @@ class SimpleCPUOffloadScheduler(TierResets):
         side = self.store_side
         endangered = side.find_endangered(max(0, self.target_free - side.num_returning_blocks))
         self.lazy_cursor_id = None if endangered.last is None else endangered.last.block_id
-        side.count_unwanted(endangered)
+        if side.stores.reuse.is_on:
+            side.count_unwanted(endangered)
         if not endangered.keys:
             return  # most steps
         half = max(1, side.stores.device.get_num_free_blocks() // 2)

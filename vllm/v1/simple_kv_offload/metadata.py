@@ -5,10 +5,13 @@ Owns records only. It must not know how blocks are chosen nor how bytes move. La
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.core.block_ops import pack_block_ids, unpack_block_ids
+from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.kv_connector_types import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -94,8 +97,32 @@ class KeptInventory(KVConnectorHandshakeMetadata):
     slots: list[KeptSlot]
 
 
+class PackedStores:
+    """The blocks of a step's stores, packed until somebody asks for them: who passes the orders on does not."""
+
+    _packed: list[tuple[bytes, bytes]]
+    """Device blocks and slots of each store, as `pack_block_ids` makes them; only if there is one."""
+
+    @cached_property
+    def store_gpu_blocks(self) -> list[int]:
+        """Of the device."""
+        return unpack_block_ids(b"".join([gpu for gpu, _ in self._packed]))
+
+    @cached_property
+    def store_cpu_blocks(self) -> list[int]:
+        """Of the tier."""
+        return unpack_block_ids(b"".join([cpu for _, cpu in self._packed]))
+
+    def add_stores(self, gpu_blocks: Iterable[KVCacheBlock], cpu_blocks: Iterable[KVCacheBlock]) -> None:
+        """The blocks of one more store."""
+        state = self.__dict__
+        state.setdefault("_packed", []).append((pack_block_ids(gpu_blocks), pack_block_ids(cpu_blocks)))
+        state.pop("store_gpu_blocks", None)
+        state.pop("store_cpu_blocks", None)
+
+
 @dataclass
-class SimpleCPUOffloadMetadata(KVConnectorMetadata):
+class SimpleCPUOffloadMetadata(PackedStores, KVConnectorMetadata):
     """At most one load order and one store order; an event index of -1 means none.
 
     ``*_gpu_blocks[i]`` pairs with ``*_cpu_blocks[i]``. Event indices rise per direction and are never
@@ -132,14 +159,6 @@ class SimpleCPUOffloadMetadata(KVConnectorMetadata):
     load_groups: list[int] = field(default_factory=list)
     """Group of each block of the load, where ranks must know which part of a slot is theirs; else empty. Store alike."""
     store_groups: list[int] = field(default_factory=list)
-
-    def add_stores(self, gpu_blocks: list[int], cpu_blocks: list[int]) -> None:
-        """Blocks of one more store; the lists belong to the order."""
-        if self.store_gpu_blocks:
-            self.store_gpu_blocks += gpu_blocks
-            self.store_cpu_blocks += cpu_blocks
-        else:  # mostly
-            self.store_gpu_blocks, self.store_cpu_blocks = gpu_blocks, cpu_blocks
 
     def loads_by_request(self) -> Iterator[tuple[tuple[str, ...], slice]]:
         """The load's requests with their part of the block lists; one part for all if none is stated."""

@@ -407,11 +407,12 @@ def select_idle(
 class Endangered(NamedTuple):
     """The cached blocks among the next ones to be handed out, oldest first, or none where all have a copy.
 
-    ``last`` is the last block looked at, ``num_lacking`` how many different ones of the keys have no copy, nor will.
+    ``token_counts``: see `pack_token_counts`; ``num_lacking``: different keys that have no copy, nor will; ``last`` looked at.
     """
 
     found: list[KVCacheBlock]
     keys: list[BlockHashWithGroupId]
+    token_counts: bytes
     num_lacking: int
     last: KVCacheBlock | None
 
@@ -455,9 +456,8 @@ def select_endangered(
     if lacks_all and not (out_of_sight or stores.reuse.is_on or stores.has_further_keys):
         room, is_bounded = room_in(stores.tier, max_blocks)
         count = min(room, limit, num_keys)  # no slot holds any of these keys
-        return Chosen(
-            Candidates.plain(endangered.found, endangered.keys, count), count < num_keys, is_bounded
-        )
+        copies = Candidates.plain(endangered.found, endangered.keys, count, endangered.token_counts)
+        return Chosen(copies, count < num_keys, is_bounded)
     chosen = _select_from_mixed(stores, endangered, limit, max_blocks, out_of_sight)
     return Chosen(chosen.candidates, chosen.was_cut, chosen.is_bounded)
 

@@ -210,8 +210,6 @@ class StoreSide:
     def count_unwanted(self, endangered: Endangered) -> None:
         """Count the endangered blocks that were not offered often enough, each once while it stays endangered."""
         stores = self.stores
-        if not stores.reuse.is_on:
-            return
         unwanted = {
             block.block_id
             for block, key in endangered.blocks
@@ -283,12 +281,13 @@ class StoreSide:
         if not candidates.blocks:
             return
         owner = f"store of {request_id}" if request_id is not None else "lazy store"
-        device = Lease(self.stores.device, candidates.blocks, owner, to_front=to_front)
-        keys = candidates.contents
+        blocks, keys = candidates.blocks, candidates.contents
+        self.stores.device.touch(blocks)
+        device = Lease.adopt(self.stores.device, blocks, owner, to_front=to_front)
         slots = Lease.adopt(self._tier.pool, self._tier.stage_for(keys), owner, in_order=to_front)
         self.planned.append(Transfer(owner, device, slots, keys, request_id=request_id))
         self.in_flight.update(keys.all_keys())
-        self.ledger.scheduled += len(candidates.blocks)
+        self.ledger.scheduled += len(blocks)
 
     def submit(self) -> tuple[int, list[Transfer]] | None:
         """Hand out everything planned under one event; None if there is nothing."""

@@ -240,10 +240,9 @@ class Tier:
 
     def stage_for(self, contents: Sequence[tuple[StagedKey, ...]]) -> list[KVCacheBlock]:
         """A slot for each of these contents."""
-        keys = Contents.of(contents).primary_keys
         if self.queue.hears_incoming:
-            self.queue.incoming(keys)
-        slots = self._take(len(keys))
+            self.queue.incoming(Contents.of(contents).primary_keys)
+        slots = self._take(len(contents))
         if self.shared is not None:
             for slot, content in zip(slots, contents, strict=True):
                 self.shared.announce(slot, tuple((staged.key, staged.num_tokens) for staged in content))

@@ -13,7 +13,7 @@ from vllm.utils.checks import InvariantError, check
 from vllm.v1.core.block_hash import BlockHashWithGroupId, get_group_id
 from vllm.v1.core.block_index import StoredBlockInfo
 from vllm.v1.core.block_lease import Lease
-from vllm.v1.core.block_ops import NO_TOKENS, pack_token_counts
+from vllm.v1.core.block_ops import NO_TOKENS, TOKEN_COUNT_BYTES, pack_token_counts
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 
 
@@ -160,11 +160,22 @@ class Candidates(Sequence[Candidate]):
         self.contents = Contents() if contents is None else contents
 
     @classmethod
-    def plain(cls, blocks: list[KVCacheBlock], keys: list[BlockHashWithGroupId], count: int) -> Candidates:
-        """The first ``count`` of these blocks, which have one key each. The lists belong to the candidates."""
+    def plain(
+        cls,
+        blocks: list[KVCacheBlock],
+        keys: list[BlockHashWithGroupId],
+        count: int,
+        token_counts: bytes | None = None,
+    ) -> Candidates:
+        """The first ``count`` of these blocks, which have one key each. The lists belong to the candidates.
+
+        ``token_counts``: as `pack_token_counts` of all of them, where they are known.
+        """
         if count < len(keys):
             del blocks[count:], keys[count:]
-        return cls(blocks, Contents(keys, pack_token_counts(blocks)))  # type: ignore[arg-type]
+        if token_counts is None or count * TOKEN_COUNT_BYTES != len(token_counts):
+            token_counts = pack_token_counts(blocks)
+        return cls(blocks, Contents(keys, token_counts))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -315,7 +326,8 @@ class StoreTable:
 
     def submit(self, transfers: Sequence[Transfer]) -> int:
         """Enter planned stores under one new event; events rise and are never used again."""
-        check(bool(transfers), "a store event needs a transfer")
+        if not transfers:
+            raise InvariantError("a store event needs a transfer")
         event, self._next_event = self._next_event, self._next_event + 1
         for transfer in transfers:
             transfer.submit()
