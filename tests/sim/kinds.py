@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tests.sim.content import in_group
 from tests.sim.device import (
     NO_SPLIT,
     ChunkGroup,
@@ -25,6 +26,7 @@ from tests.sim.device import (
     Rows,
     StateGroup,
     WindowGroup,
+    versioned,
 )
 from tests.sim.encoder import CrossGroup, EncoderOnlyGroup
 from tests.sim.marks import Marks
@@ -78,6 +80,41 @@ class PromptGroup(RowGroup):
         return range(-(-prompt_end // self.block_size), (end - spec.rswa_window + 1) // self.block_size)
 
 
+class PooledGroup(RowGroup):
+    """Several tokens share a row, which is written with the last of them from what a ring beside it has of the others."""
+
+    @property
+    def ratio(self) -> int:
+        """Tokens of a row."""
+        return int(self.spec.tokens_per_state)
+
+    @property
+    def rows_per_layer(self) -> int:
+        return self.block_size // self.ratio
+
+    def write(self, memory: Memory, rows: Rows) -> None:
+        for end in self._ends(max(rows.start, rows.replay_end), rows.end):
+            block, slot = rows.block(self.group_id, (end - 1) // self.block_size), self._slot(end)
+            self._put(memory, block, slot, rows.stamp(self.group_id, end, self.shard))
+
+    def read(self, memory: Memory, rows: Rows) -> None:
+        for end in self._ends(0, rows.end):
+            block = rows.block(self.group_id, (end - 1) // self.block_size)
+            self._expect(memory, rows, block, self._slot(end), end)
+
+    def expected_page(self, prints: Sequence[int], version: int) -> dict[int, int]:
+        ends = self._ends((len(prints) - 2) // self.block_size * self.block_size, len(prints) - 1)
+        stamps = {end: versioned(in_group(prints[end], self.group_id), version, self.shard) for end in ends}
+        return {self._row(self._slot(end)): self._of_layer(stamp) for end, stamp in stamps.items()}
+
+    def _ends(self, start: int, end: int) -> range:
+        """Where rows end in `(start, end]`."""
+        return range(start // self.ratio * self.ratio + self.ratio, end + 1, self.ratio)
+
+    def _slot(self, end: int) -> int:
+        return (end - 1) % self.block_size // self.ratio
+
+
 class LayersGroup(Group):
     """Several layers with one block table: a page holds the rows of one after those of the other, and is copied whole."""
 
@@ -126,9 +163,13 @@ class LayersGroup(Group):
         return {row: stamp for page in pages for row, stamp in page.items()}
 
 
+def _latent_rows(group_id: int, spec: KVCacheSpec, context: Context) -> Group:
+    return (RowGroup if spec.tokens_per_state == 1 else PooledGroup)(group_id, spec, context)
+
+
 MODELS: dict[type[KVCacheSpec], Callable[[int, KVCacheSpec, Context], Group]] = {
     FullAttentionSpec: RowGroup,
-    MLAAttentionSpec: RowGroup,
+    MLAAttentionSpec: _latent_rows,
     HiddenStateCacheSpec: RowGroup,
     SinkFullAttentionSpec: RowGroup,
     RSWASpec: PromptGroup,
@@ -174,12 +215,17 @@ def with_other_kinds(params: SimParams) -> SimParams:
     if params.seed in BEFORE_ALL_KINDS:
         return params
     rng = Streams(params.seed).stream("other kinds")
-    specs = tuple(_with_layers(_other_kind(spec, rng), rng, i) for i, spec in enumerate(params.specs))
+    has_ring = any(isinstance(spec, CircularBufferSpec) for spec in params.specs)
+    ratio = params.ring_ratio if has_ring and params.dcp == 1 else 1
+    specs = tuple(_with_layers(_other_kind(spec, rng, ratio), rng, i) for i, spec in enumerate(params.specs))
     has_cross = any(isinstance(spec.kind_spec, CrossAttentionSpec) for spec in specs)
     return replace(params, specs=specs, encoder_tokens=params.encoder_tokens if has_cross else 0)
 
 
-def _other_kind(spec: KVCacheSpec, rng: random.Random) -> KVCacheSpec:
+def _other_kind(spec: KVCacheSpec, rng: random.Random, ratio: int) -> KVCacheSpec:
+    """`ratio`: tokens that may share a row."""
+    if type(spec) is FullAttentionSpec and ratio > 1 and spec.block_size % ratio == 0 and rng.random() < 0.5:
+        return replace_as(spec, MLAAttentionSpec, head_size_v=0, tokens_per_state=ratio)
     if type(spec) is FullAttentionSpec and rng.random() < _OTHER_FULL:
         kind, more = rng.choice(
             [
@@ -235,6 +281,8 @@ def mark_kinds(marks: Marks, groups: Sequence[Group], batch: Sequence[Rows]) -> 
             marks.hit("attention without a cache")
         if SinkFullAttentionSpec in kinds and any(_has_slid(group, rows) for group in windows):
             marks.hit("sinks stay while a window slides")
+        if any(isinstance(group.kind, PooledGroup) for group in groups) and rows.start % 2:
+            marks.hit("row shared with tokens of an earlier step")
         if any(group.let_go(rows.prompt_end, rows.start) for group in groups):
             marks.hit("blocks between prompt and window freed")
 

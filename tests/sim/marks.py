@@ -61,6 +61,7 @@ MARKS = frozenset(
         "no input for the encoder",
         "attention without a cache",
         "page of several layers stored",
+        "row shared with tokens of an earlier step",
         "page of several layers loaded",
         "bounded replay",
         "copy on write",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.registered_kinds import registered_kinds
 from tests.sim.content import Chain, root
-from tests.sim.device import Memory, Page, Rows, forward
+from tests.sim.device import POISON, Memory, Page, Rows, forward
 from tests.sim.encoder import Clip
 from tests.sim.failure import SimFailure
 from tests.sim.kinds import MODELS, make_groups
@@ -111,3 +111,16 @@ def test_a_page_of_several_layers_has_the_rows_of_each() -> None:
     memory.pages[2] = part
     with pytest.raises(SimFailure, match="poison for token 2"):
         forward(memory, [group], [rows([[1, 2, 3]], start=4, end=5)])
+
+
+def test_a_row_that_tokens_share_is_written_with_the_last_of_them() -> None:
+    pooled = MLAAttentionSpec(**SIZES | {"block_size": 4}, tokens_per_state=2)
+    memory, (group,) = Memory(9), make_groups([pooled], 1)
+    batch = rows([[1, 2]], end=7)
+    forward(memory, [group], [batch])
+    assert dict(enumerate(memory.page(1).slots)) == group.expected_page(batch.chain.prints[:5], 0)
+    assert memory.page(2).slots == [*group.expected_page(batch.chain.prints[:7], 0).values(), POISON]
+    forward(memory, [group], [rows([[1, 2]], start=7, end=8)])
+    memory.page(1).poison()
+    with pytest.raises(SimFailure, match="poison for token 1"):
+        forward(memory, [group], [rows([[1, 2, 3]], start=8, end=9)])
