@@ -52,8 +52,8 @@ def report(asked=40, hit=10):
         "pools": [pool("device"), pool("host", medium="CPU")],
         "groups": [{**group, "sliding_window": None, "num_layers": 2, "block_bytes": 64}],
         "hits": [
-            {"tier": "device", "tokens_asked": asked, "tokens_hit": hit},
-            {"tier": "host", "tokens_asked": 0, "tokens_hit": 0},
+            {"tier": "device", "tokens_asked": asked, "tokens_hit": hit, "tokens_reported": 7},
+            {"tier": "host", "tokens_asked": 0, "tokens_hit": 0, "tokens_reported": 0},
         ],
         "transfers": [transfer("store", 5), transfer("load", 2)],
         "modes": {"host": "eager"},
@@ -196,8 +196,22 @@ async def test_statistics_of_one_engine(app):
     body = await ok(await app.client.get("/kv_cache/stats"))
     assert (body["engines"], body["block_size"], body["pending_store_blocks"]) == (1, 16, 1)
     assert body["tiers"] == [
-        {"tier": "device", "mode": None, "tokens_asked": 40, "tokens_hit": 10, "hit_rate": 0.25},
-        {"tier": "host", "mode": "eager", "tokens_asked": 0, "tokens_hit": 0, "hit_rate": None},
+        {
+            "tier": "device",
+            "mode": None,
+            "tokens_asked": 40,
+            "tokens_hit": 10,
+            "tokens_reported": 7,
+            "hit_rate": 0.25,
+        },
+        {
+            "tier": "host",
+            "mode": "eager",
+            "tokens_asked": 0,
+            "tokens_hit": 0,
+            "tokens_reported": 0,
+            "hit_rate": None,
+        },
     ]
     assert [(p["engine"], p["tier"]) for p in body["pools"]] == [(0, "device"), (0, "host")]
     assert body["groups"][0]["use"] == "cache"
@@ -215,6 +229,7 @@ def test_statistics_of_several_engines_are_added_up():
     ]
     device = joined.tiers[0]
     assert (device.tokens_asked, device.tokens_hit, device.hit_rate) == (100, 50, 0.5)
+    assert device.tokens_reported == 14
     assert [(t.direction, t.blocks_done, t.bytes_done) for t in joined.transfers] == [
         ("store", 10, 160),
         ("load", 4, 64),

@@ -31,7 +31,7 @@ CASES: list[tuple[Any, CacheHitSource]] = [
 def figures(rig: Rig) -> dict[str, float]:
     stats = rig.connector.get_kv_connector_stats()
     assert stats is not None
-    by_tier = stats.data["data"][MetricName.TIER_HIT_TOKENS]
+    by_tier = stats.data["data"][MetricName.ACCEPTED_TOKENS]
     return {labels[0]: count for labels, count in by_tier.items() if count}
 
 

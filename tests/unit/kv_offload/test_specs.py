@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 HERE = "tests.helpers.scripted_offload"
 NAMED = {"spec_name": "ScriptedSpec", "spec_module_path": HERE}
@@ -183,3 +184,9 @@ def test_figures_of_a_child_reach_the_metrics_page() -> None:
     page = generate_latest(registry).decode()
     assert 'vllm:kv_offload_spec_info{engine="0",shelves="9",spec_name="ScriptedSpec"} 1.0' in page
     assert 'vllm:shelf_fill{engine="0"} 0.5' in page
+    sink.observe_hits(
+        {CacheHitSource.DEVICE: 9, CacheHitSource.P2P: 8, CacheHitSource.EXTERNAL_UNSPECIFIED: 4}
+    )
+    page = generate_latest(registry).decode()
+    assert 'vllm:simple_kv_offload_tier_hit_tokens_total{engine="0",tier="p2p"} 8.0' in page
+    assert 'vllm:simple_kv_offload_hit_tokens_total{engine="0"} 12.0' in page

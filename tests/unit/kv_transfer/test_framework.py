@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_connector_types import KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 from vllm.v1.simple_kv_offload.metrics import (
@@ -220,7 +221,7 @@ def test_stats_of_a_run_reach_the_sinks() -> None:
     assert data["data"][MetricName.LOAD_BLOCKS] == {(): 4}
     assert data["data"][MetricName.INFO] == {("cpu", "false", "false", "32"): 1}
     assert data["data"][MetricName.STORE_BLOCKS][("stored",)] == 4
-    assert data["data"][MetricName.HIT_TOKENS] == {(): 16}
+    assert data["data"][MetricName.ACCEPTED_TOKENS] == {("host",): 16}
     sink = SimpleCPUOffloadPromMetrics(
         rig.config, {Counter: Counter, Gauge: Gauge}, ["model_name", "engine"], {0: ["m", "0"]}
     )
@@ -229,6 +230,10 @@ def test_stats_of_a_run_reach_the_sinks() -> None:
     assert sink._defs[MetricName.LOAD_BLOCKS].values == {("m", "0"): 8}
     assert sink._defs[MetricName.INFO].labelnames == ["model_name", "engine", *INFO_LABELS]
     assert (0, MetricName.LOAD_BLOCKS, ()) in sink._metrics
+    sink.observe_hits({CacheHitSource.HOST: 8, CacheHitSource.DISK: 0})
+    sink.observe_hits({CacheHitSource.HOST: 4, CacheHitSource.DISK: 3})
+    assert sink._defs[MetricName.HIT_TOKENS].values == {("m", "0"): 15}
+    assert sink._defs[MetricName.TIER_HIT_TOKENS].values == {("m", "0", "host"): 12, ("m", "0", "disk"): 3}
     again = rig.manager.get_stats()
     assert again is not None
     assert again.data["data"][MetricName.LOAD_BLOCKS] == {(): 0}, "increases since the last call"

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.options import pars
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_view import device_block_bytes
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 MIB = 1 << 20
 TIERING = {"spec_name": "TieringOffloadingSpec"}
@@ -378,3 +379,13 @@ def test_both_connectors_side_by_side_share_the_names_they_have_in_common() -> N
     sink.observe(stats.data)
     page = generate_latest(registry).decode()
     assert 'simple_kv_offload_store_blocks_total{engine="0",model_name="m",result="stored"} 10.0' in page
+    tiers = CacheHitSource
+    for _ in range(2):
+        sink.observe_hits({tiers.DEVICE: 9, tiers.HOST: 8, tiers.DISK: 2, tiers.EXTERNAL_UNSPECIFIED: 4})
+    page = generate_latest(registry).decode()
+    for count, tier in ((16, "host"), (4, "disk")):
+        assert (
+            f'vllm:simple_kv_offload_tier_hit_tokens_total{{engine="0",model_name="m",tier="{tier}"}} {count}.0'
+            in page
+        )
+    assert 'vllm:simple_kv_offload_hit_tokens_total{engine="0",model_name="m"} 20.0' in page

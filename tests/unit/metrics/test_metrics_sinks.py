@@ -40,9 +40,10 @@ class Hand:
 def iteration(prompt: int = 20, local: int = 8, external: int = 4, new_tokens: int = 1) -> IterationStats:
     stats = IterationStats(10.0)
     prefill = PrefillStats()
-    prefill.set(prompt, local, external)
+    prefill.set(prompt, local, external, {CacheHitSource.HOST: 3})
     state = RequestStateStats(arrival_time=9.0)
     stats.observe_tokens(state, new_tokens, 1.0, prefill)
+    stats.observe_prompt(prefill)
     stats.observe_finish(state, FinishReason.LENGTH, prompt, 16, local + external)
     return stats
 
@@ -132,9 +133,9 @@ def test_figures_of_a_step(registry: CollectorRegistry) -> None:
         "vllm:prompt_tokens_by_source_total|local_compute": 16,
         "vllm:prompt_tokens_by_source_total|local_cache_hit": 16,
         "vllm:prompt_tokens_by_source_total|external_kv_transfer": 8,
-        "vllm:prompt_tokens_cached_by_source_total|device": 50,
-        "vllm:prompt_tokens_cached_by_source_total|host": 8,
-        "vllm:prompt_tokens_cached_by_source_total|external_unspecified": 4,
+        "vllm:prompt_tokens_cached_by_source_total|device": 16,
+        "vllm:prompt_tokens_cached_by_source_total|host": 6,
+        "vllm:prompt_tokens_cached_by_source_total|external_unspecified": 2,
         "vllm:generation_tokens_total": 3,
         "vllm:request_success_total|length": 2,
         "vllm:request_success_total|error": 0,

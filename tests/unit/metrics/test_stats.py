@@ -64,6 +64,26 @@ def test_prefill_figures_add_up() -> None:
     assert (stats.num_cached_tokens, stats.num_computed_tokens) == (48, 52)
 
 
+@pytest.mark.parametrize(
+    ("position", "device", "host", "disk"),
+    [(90, 32, 16, 8), (50, 32, 16, 2), (40, 32, 8, 0), (20, 20, 0, 0), (0, 0, 0, 0)],
+)
+def test_what_was_found_and_is_of_no_use_is_not_reported(
+    position: int, device: int, host: int, disk: int
+) -> None:
+    stats = PrefillStats()
+    stats.set(100, 32, 24, {CacheHitSource.HOST: 16, CacheHitSource.DISK: 8})
+    stats.limit(position)
+    assert stats.cached_tokens_by_source == {
+        CacheHitSource.DEVICE: device,
+        CacheHitSource.HOST: host,
+        CacheHitSource.DISK: disk,
+    }
+    cached = device + host + disk
+    assert (stats.num_cached_tokens, stats.num_computed_tokens) == (cached, 100 - cached)
+    assert (stats.num_local_cached_tokens, stats.num_external_cached_tokens) == (device, host + disk)
+
+
 @pytest.mark.parametrize("kind", [SpecDecodingStats, RequestSpecDecodeMetrics])
 def test_draft_counters(kind: type) -> None:
     stats = kind.new(3)
@@ -88,6 +108,8 @@ def test_an_iteration_counts_tokens_latencies_and_ends() -> None:
     prefill = PrefillStats()
     prefill.set(20, 8, 0)
     first.observe_tokens(state, 1, 2.0, prefill_stats=prefill)
+    assert (first.num_computed_prompt_tokens, first.num_prompt_tokens) == (12, 0), "work, but no report yet"
+    first.observe_prompt(prefill)
     assert (first.num_prompt_tokens, first.num_cached_prompt_tokens, first.num_generation_tokens) == (
         20,
         8,

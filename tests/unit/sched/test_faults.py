@@ -378,6 +378,8 @@ def test_pfx_12_all_go_back_to_the_same_valid_prefix_and_no_block_has_two_writer
     result.kv_connector_output = KVConnectorOutput(invalid_block_ids={tables[0][3], tables[0][5]})
     scheduler.update_from_output(output, result)
     assert [request.num_computed_tokens for request in requests] == [12, 12]
+    assert [r.prefill_stats and r.prefill_stats.num_cached_tokens for r in requests] == [12, 12]
+    assert [r.prefill_stats and r.prefill_stats.num_cache_creation_tokens for r in requests] == [28, 28]
     assert scheduler.running == requests
     assert [request.num_output_tokens for request in requests] == [0, 0]
     after = driver.schedule()

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_core_client import AsyncMPClient
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerManager
 
 
@@ -49,6 +50,7 @@ class AsyncControl:
 
     engine_core: AsyncMPClient
     logger_manager: StatLoggerManager | None
+    output_processor: OutputProcessor
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return tuple(await self.engine_core.call_utility_async("get_supported_tasks"))
@@ -58,8 +60,10 @@ class AsyncControl:
         return list(await self.engine_core.call_utility_async("get_kv_cache_group_metadata"))
 
     async def get_kv_cache_reports(self) -> list[dict[str, Any] | None]:
-        """Per engine the fields of `KVCacheReport`: pools, groups, hits and transfers."""
-        return await self.engine_core.call_each_async("get_kv_cache_report")
+        """Per engine the fields of `KVCacheReport`: pools, groups, hits (with `tokens_reported`) and transfers."""
+        reports = await self.engine_core.call_each_async("get_kv_cache_report")
+        add = self.output_processor.with_reported
+        return [None if report is None else add(report, i) for i, report in enumerate(reports)]
 
     # -- caches --------------------------------------------------------------------------------------------------
 

@@ -321,6 +321,7 @@ class AsyncLLM(AsyncControl):
                 outputs.timestamp,
                 stats,
                 outputs.weight_version,
+                engine_index=outputs.engine_index,
             )
             if processed.reqs_to_abort:
                 self.engine_core.abort_requests_now(processed.reqs_to_abort)

@@ -201,8 +201,8 @@ class LLMEngine:
         return dict(self.engine_core.call_utility("lookup_kv_cache", request.prompt_token_ids, cache_salt))
 
     def get_kv_cache_report(self) -> dict[str, Any]:
-        """Pools, groups, hits and transfers of the engine: the fields of `KVCacheReport`."""
-        return dict(self.engine_core.call_utility("get_kv_cache_report"))
+        """Pools, groups, hits and transfers of the engine: the fields of `KVCacheReport`, and `tokens_reported` of each tier."""
+        return self.output_processor.with_reported(self.engine_core.call_utility("get_kv_cache_report"), 0)
 
     def reset_mm_cache(self) -> None:
         self.engine_core.call_utility("reset_mm_cache")

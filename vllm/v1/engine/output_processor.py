@@ -6,7 +6,7 @@ when it finished, when it was aborted, or when the engine died. One event loop o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from vllm.v1.engine.output_collector import Output, RequestOutputCollector, Stre
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.engine.request_state import RequestState
 from vllm.v1.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
 
 logger = init_logger(__name__)
 
@@ -51,6 +52,8 @@ class OutputProcessor:
         self.request_states: dict[str, RequestState] = {}
         self.parent_requests: dict[str, ParentRequest] = {}
         self.external_req_ids: dict[str, list[str]] = {}
+        self._reported: dict[tuple[int, CacheHitSource], int] = {}
+        """By engine and tier, cached tokens that requests have reported since the start."""
 
     # -- the table -----------------------------------------------------------------------------------------------
 
@@ -162,6 +165,8 @@ class OutputProcessor:
         engine_core_timestamp: float | None = None,
         iteration_stats: IterationStats | None = None,
         weight_version: str | None = None,
+        *,
+        engine_index: int = 0,
     ) -> OutputProcessorOutput:
         """Take the outputs of one step. A defect in one request's output ends that request only."""
         result = OutputProcessorOutput()
@@ -171,7 +176,10 @@ class OutputProcessor:
                 continue
             self._observe(state, output, engine_core_timestamp, iteration_stats)
             try:
+                is_report = state.note_prefill(output)
                 self._process(state, output, iteration_stats, weight_version, result)
+                if is_report and output.prefill_stats is not None:
+                    self._observe_report(output.prefill_stats, iteration_stats, engine_index)
             except Exception as error:
                 logger.exception("The output of request %s could not be processed.", state.request_id)
                 self._end_broken(state, error, result)
@@ -245,6 +253,23 @@ class OutputProcessor:
         stats.observe_tokens(
             state.stats, len(output.new_token_ids), timestamp, output.prefill_stats, output.num_nans_in_logits
         )
+
+    def with_reported(self, report: Mapping[str, Any], engine_index: int) -> dict[str, Any]:
+        """An engine's `KVCacheReport`, and of each tier how many cached tokens requests have reported, `tokens_reported`."""
+        hits = [
+            {**hit, "tokens_reported": self._reported.get((engine_index, hit["tier"]), 0)}
+            for hit in report["hits"]
+        ]
+        return {**report, "hits": hits}
+
+    def _observe_report(
+        self, reported: PrefillStats, stats: IterationStats | None, engine_index: int
+    ) -> None:
+        for source, tokens in reported.cached_tokens_by_source.items():
+            key = engine_index, source
+            self._reported[key] = self._reported.get(key, 0) + tokens
+        if stats is not None:
+            stats.observe_prompt(reported)
 
     def _observe_finish(
         self, state: RequestState, finish_reason: FinishReason, stats: IterationStats | None

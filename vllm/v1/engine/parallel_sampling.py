@@ -8,13 +8,14 @@ from __future__ import annotations
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.messages import EngineCoreRequest
-from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
 
 class ParentRequest:
     """The parent; it never enters the core. Its entry goes when its last child has ended, in whatever way.
 
-    `child_requests` holds the ids of the children that have not ended.
+    `child_requests` holds the ids of the children that have not ended. `prefill_stats` is what the request reports of
+    its prompt: what its first child to have an output found.
     """
 
     def __init__(self, request: EngineCoreRequest) -> None:
@@ -24,6 +25,7 @@ class ParentRequest:
         self.sampling_params: SamplingParams = request.sampling_params
         self.child_requests: set[str] = set()
         self.max_num_generation_tokens = 0
+        self.prefill_stats: PrefillStats | None = None
         self._finals: list[CompletionOutput | None] = [None] * self.n
         self._shared_params: SamplingParams | None = None
 

@@ -88,8 +88,6 @@ class RequestState:
 
     def apply(self, output: EngineCoreOutput) -> str | None:
         """Take the tokens of one step; returns the stop string they completed, if any."""
-        if output.prefill_stats is not None:
-            self.prefill_stats = output.prefill_stats
         if output.kv_transfer_params is not None:
             self.kv_transfer_params = output.kv_transfer_params
         if output.prompt_token_id_logprobs is not None:
@@ -101,6 +99,26 @@ class RequestState:
         stop_string = self.detokenizer.update(output.new_token_ids, stopped_by_token)
         self.logprobs_processor.update_from_output(output, num_tokens=self.num_output_tokens - before)
         return stop_string
+
+    def note_prefill(self, output: EngineCoreOutput) -> bool:
+        """Take what a first output says of its prompt; True if it is what the request reports from now on.
+
+        Of several samples that is the first one with an output: the others find what that one has computed. Where an
+        error is the first output there is nothing to report.
+        """
+        if output.prefill_stats is None or output.error is not None:
+            return False
+        self.prefill_stats = output.prefill_stats
+        if self.parent_req is None:
+            return True
+        is_first = self.parent_req.prefill_stats is None
+        if is_first:
+            self.parent_req.prefill_stats = output.prefill_stats
+        return is_first
+
+    @property
+    def _reported(self) -> PrefillStats | None:
+        return self.prefill_stats if self.parent_req is None else self.parent_req.prefill_stats
 
     def note_weight_version(self, version: str | None) -> None:
         """The tokens since the last note were made with these weights."""
@@ -194,6 +212,7 @@ class RequestState:
         token_id_logprobs = self.prompt_token_id_logprobs
         if delta:
             self.prompt_token_id_logprobs = None
+        reported = self._reported
         return RequestOutput(
             request_id=self.external_req_id,
             prompt=self.prompt,
@@ -204,21 +223,15 @@ class RequestState:
             metrics=self.stats,
             lora_request=self.lora_request,
             num_cached_tokens=self._cached_tokens(),
-            num_cache_creation_tokens=(
-                None if self.prefill_stats is None else self.prefill_stats.num_cache_creation_tokens
-            ),
+            num_cache_creation_tokens=None if reported is None else reported.num_cache_creation_tokens,
             kv_transfer_params=self.kv_transfer_params,
             prompt_token_id_logprobs=token_id_logprobs,
-            cached_tokens_by_source=self._cached_by_source(),
+            cached_tokens_by_source=None if reported is None else _by_tier(reported),
         )
 
     def _cached_tokens(self) -> int | None:
-        return None if self.prefill_stats is None else self.prefill_stats.num_cached_tokens
-
-    def _cached_by_source(self) -> dict[str, int] | None:
-        if self.prefill_stats is None:
-            return None
-        return {source.value: tokens for source, tokens in self.prefill_stats.cached_tokens_by_source.items()}
+        reported = self._reported
+        return None if reported is None else reported.num_cached_tokens
 
     def deliver(self, output: Output | Exception) -> bool:
         """Put an output into the caller's queue; False if the caller collects outputs itself."""
@@ -226,6 +239,10 @@ class RequestState:
             return False
         self.queue.put(output)
         return True
+
+
+def _by_tier(stats: PrefillStats) -> dict[str, int]:
+    return {source.value: tokens for source, tokens in stats.cached_tokens_by_source.items()}
 
 
 def _prompt_length(request: EngineCoreRequest) -> int:

@@ -83,9 +83,7 @@ class LoggingStatLogger(StatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         if iteration_stats is not None:
-            self._prompt_tokens += (
-                iteration_stats.num_prompt_tokens - iteration_stats.num_cached_prompt_tokens
-            )
+            self._prompt_tokens += iteration_stats.num_computed_prompt_tokens
             self._generation_tokens += iteration_stats.num_generation_tokens
             self._preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats is not None:

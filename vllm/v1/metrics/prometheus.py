@@ -44,8 +44,8 @@ COUNTERS = {
     "prefix_cache_hits": "Tokens found in the device's prefix cache.",
     "external_prefix_cache_queries": "Tokens looked up through the KV connector.",
     "external_prefix_cache_hits": "Tokens that the KV connector loads.",
-    "prompt_tokens": "Prompt tokens of requests whose prompt was processed.",
-    "prompt_tokens_cached": "Prompt tokens that came from a cache.",
+    "prompt_tokens": "Prompt tokens of requests that have given a token; a prompt counts once for all its samples.",
+    "prompt_tokens_cached": "Those of them that came from a cache, as the requests report it.",
     "generation_tokens": "Generated tokens.",
     "num_preemptions": "Preemptions of running requests.",
     "kv_retention_refused_blocks": "Blocks whose protection was refused, as the share for it was used up.",
@@ -54,7 +54,7 @@ COUNTERS_BY: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "prompt_tokens_by_source": ("source", "Prompt tokens by where they came from.", PROMPT_SOURCES),
     "prompt_tokens_cached_by_source": (
         "source",
-        "Cached prompt tokens by tier.",
+        "Cached prompt tokens by tier, as the requests report them.",
         tuple(source.value for source in CacheHitSource),
     ),
     "request_success": (
@@ -353,12 +353,6 @@ class PrometheusMetrics:
     def _record_cache(self, prefix: str, stats: PrefixCacheStats, index: int) -> None:
         _add(self._counters[f"{prefix}prefix_cache_queries"][index], stats.queries)
         _add(self._counters[f"{prefix}prefix_cache_hits"][index], stats.hits)
-        by_source = self._counters_by["prompt_tokens_cached_by_source"][index]
-        sources: dict[CacheHitSource, int] = dict(stats.hits_by_source)
-        inner = CacheHitSource.EXTERNAL_UNSPECIFIED if prefix else CacheHitSource.DEVICE
-        sources[inner] = sources.get(inner, 0) + stats.hits - sum(sources.values())
-        for source, tokens in sources.items():
-            _add(by_source[source.value], tokens)
 
     def _record_drafts(self, stats: SpecDecodingStats, index: int) -> None:
         _add(self._drafts["spec_decode_num_drafts"][index], stats.num_drafts)
@@ -394,9 +388,16 @@ class PrometheusMetrics:
         _add(by_source["local_compute"], computed)
         _add(by_source["local_cache_hit"], stats.num_cached_prompt_tokens - external)
         _add(by_source["external_kv_transfer"], external)
+        cached_by_source = self._counters_by["prompt_tokens_cached_by_source"][index]
+        for source, tokens in stats.cached_prompt_tokens_by_source.items():
+            _add(cached_by_source[source.value], tokens)
+        if stats.cached_prompt_tokens_by_source:
+            self._connector.observe_hits(stats.cached_prompt_tokens_by_source, index)
         if self._corrupted:
             _add(self._corrupted[index], stats.num_corrupted_reqs)
-        self._observe("iteration_tokens_total", index, [computed + stats.num_generation_tokens])
+        self._observe(
+            "iteration_tokens_total", index, [stats.num_computed_prompt_tokens + stats.num_generation_tokens]
+        )
         self._observe("time_to_first_token_seconds", index, stats.time_to_first_tokens_iter)
         self._observe("inter_token_latency_seconds", index, stats.inter_token_latencies_iter)
         self._observe("request_params_n", index, stats.n_params_iter)

@@ -164,6 +164,15 @@ class PrefillStats:
             **limit_by_source(external_by_source or {}, external),
         }
 
+    def limit(self, num_tokens: int) -> None:
+        """What lies behind the first ``num_tokens`` tokens turned out to be of no use: it was computed after all."""
+        if num_tokens >= self.num_cached_tokens:
+            return
+        local = min(self.num_local_cached_tokens, num_tokens)
+        external = self.cached_tokens_by_source.copy()
+        external.pop(CacheHitSource.DEVICE, None)
+        self.set(self.num_prompt_tokens, local, num_tokens - local, external)
+
 
 @dataclass
 class KVCacheEvictionEvent:
@@ -309,9 +318,11 @@ class IterationStats:
         """``iteration_timestamp`` is the wall clock in seconds at which the outputs are processed."""
         self.iteration_timestamp = iteration_timestamp
         self.num_generation_tokens = 0
+        self.num_computed_prompt_tokens = 0  # of every sample, while what follows counts a prompt once
         self.num_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.num_external_cached_prompt_tokens = 0  # the part of them that a connector loaded
+        self.cached_prompt_tokens_by_source: dict[CacheHitSource, int] = {}
         self.num_preempted_reqs = 0
         self.num_corrupted_reqs = 0
         self.finished_requests: list[FinishedRequestStats] = []
@@ -331,9 +342,7 @@ class IterationStats:
         """Count new tokens of one request; the first ones also end its prefill."""
         self.num_generation_tokens += num_new_tokens
         if prefill_stats is not None:
-            self.num_prompt_tokens += prefill_stats.num_prompt_tokens
-            self.num_cached_prompt_tokens += prefill_stats.num_cached_tokens
-            self.num_external_cached_prompt_tokens += prefill_stats.num_external_cached_tokens
+            self.num_computed_prompt_tokens += prefill_stats.num_computed_tokens
         if num_nans_in_logits > 0 and not state.is_corrupted:
             state.is_corrupted = True
             self.num_corrupted_reqs += 1
@@ -347,6 +356,15 @@ class IterationStats:
             self.inter_token_latencies_iter.append(max(0.0, core_timestamp - state.last_token_ts))
         state.num_generation_tokens += num_new_tokens
         state.last_token_ts = core_timestamp
+
+    def observe_prompt(self, reported: PrefillStats) -> None:
+        """Count a prompt as its request reports it, once for all of its samples."""
+        self.num_prompt_tokens += reported.num_prompt_tokens
+        self.num_cached_prompt_tokens += reported.num_cached_tokens
+        self.num_external_cached_prompt_tokens += reported.num_external_cached_tokens
+        for source, tokens in reported.cached_tokens_by_source.items():
+            by_source = self.cached_prompt_tokens_by_source
+            by_source[source] = by_source.get(source, 0) + tokens
 
     def observe_events(self, state: RequestStateStats, events: list[EngineCoreEvent]) -> None:
         """Take over queueing, scheduling and preemption times of one request."""

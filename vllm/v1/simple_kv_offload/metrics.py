@@ -31,6 +31,7 @@ class MetricName:
     LOOKUP_TOKENS = "vllm:simple_kv_offload_lookup_tokens_total"
     RESUMED_HIT_TOKENS = "vllm:simple_kv_offload_resumed_hit_tokens_total"
     HIT_TOKENS = "vllm:simple_kv_offload_hit_tokens_total"
+    ACCEPTED_TOKENS = "vllm:simple_kv_offload_accepted_tokens_total"
     STORE_BLOCKS = "vllm:simple_kv_offload_store_blocks_total"
     LOAD_FAILURES = "vllm:simple_kv_offload_load_failures_total"
     EVICTED_BLOCKS = "vllm:simple_kv_offload_evicted_blocks_total"
@@ -84,12 +85,18 @@ DEFINITIONS: tuple[Definition, ...] = (
     (MetricName.PENDING_STORE_BLOCKS, "Gauge", [], "Blocks whose store is planned or under way."),
     (MetricName.INFO, "Gauge", INFO_LABELS, "Always 1; the labels describe the tier."),
     (MetricName.LOOKUP_TOKENS, "Counter", [], "Tokens looked up behind the device's prefix."),
-    (MetricName.HIT_TOKENS, "Counter", [], "Tokens accepted for loading."),
+    (MetricName.HIT_TOKENS, "Counter", [], "Cached tokens of these tiers, as requests report them."),
+    (
+        MetricName.ACCEPTED_TOKENS,
+        "Counter",
+        ["tier"],
+        "Tokens ordered from the tier, for every sample, also by loads that fail or are of no use any more.",
+    ),
     (
         MetricName.RESUMED_HIT_TOKENS,
         "Counter",
         [],
-        "Tokens accepted for requests that go on after a preemption; none of the other figures of hits has them.",
+        "Tokens ordered for requests that go on after a preemption; no other figure of hits or orders has them.",
     ),
     (MetricName.STORE_BLOCKS, "Counter", ["result"], "Ended block stores: stored, failed or dropped."),
     (MetricName.LOAD_FAILURES, "Counter", [], "Requests whose load failed."),
@@ -126,7 +133,7 @@ DEFINITIONS: tuple[Definition, ...] = (
         MetricName.TIER_HIT_TOKENS,
         "Counter",
         ["tier"],
-        "Tokens accepted for loading, by the tier that had them.",
+        "Cached tokens, as requests report them, by the tier that had them.",
     ),
     (
         MetricName.TIER_BYTES,
@@ -275,6 +282,7 @@ class SimpleCPUOffloadPromMetrics(KVConnectorPromMetrics):
     definitions: tuple[Definition, ...] = DEFINITIONS
     buckets: Mapping[str, Sequence[float]] = {}
     """Of the histograms, by name."""
+    hit_tiers = frozenset({CacheHitSource.HOST, CacheHitSource.DISK})
 
     # Metric classes and their instances belong to the metrics library, hence opaque.
     def __init__(
@@ -305,6 +313,11 @@ class SimpleCPUOffloadPromMetrics(KVConnectorPromMetrics):
     def changes_without_steps(extra: Mapping[str, Any]) -> bool:
         """Others fill a shared pool; what a disk has kept is there before the first step."""
         return extra.get("shared_pool") is not None or bool(extra.get("disk_persist"))
+
+    def observe_hits(self, tokens_by_source: Mapping[CacheHitSource, int], engine_idx: int = 0) -> None:
+        for tier, tokens in tokens_by_source.items():
+            self._child(engine_idx, MetricName.HIT_TOKENS, ()).inc(tokens)
+            self._child(engine_idx, MetricName.TIER_HIT_TOKENS, (tier.value,)).inc(tokens)
 
     def observe_report(self, report: Mapping[str, Any], engine_idx: int = 0) -> None:
         totals: dict[str, int] = {}

@@ -46,7 +46,7 @@ class StatsReporter:
         self._source = source
         self._lookup_tokens = 0
         self._resumed_tokens = 0
-        self._hit_tokens = {self._source: 0}
+        self._accepted_tokens = {self._source: 0}
         self._last_accepted: tuple[str, dict[CacheHitSource, int]] = ("", {})
         self._timings = Timings()
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -64,7 +64,7 @@ class StatsReporter:
             self._resumed_tokens += sum(by_tier.values())
             return
         for tier, tokens in by_tier.items():
-            self._hit_tokens[tier] = self._hit_tokens.get(tier, 0) + tokens
+            self._accepted_tokens[tier] = self._accepted_tokens.get(tier, 0) + tokens
 
     def accepted_by_tier(self, request_id: str) -> dict[CacheHitSource, int]:
         """What the request, the last one that took anything, took from which tier; empty for any other."""
@@ -115,7 +115,7 @@ class StatsReporter:
             speed.prefill.samples,
             self._resumed_tokens,
         ]
-        state += self._hit_tokens.values()
+        state += self._accepted_tokens.values()
         for source, rate in speed.loads.items():
             state += (rate.samples, speed.declines[source], speed.is_slow[source])
         if tier.shared is not None:
@@ -145,7 +145,6 @@ class StatsReporter:
         self._add(stats, MetricName.LOAD_BLOCKS, loads.blocks_loaded)
         self._add(stats, MetricName.LOAD_FAILURES, loads.failures)
         self._add(stats, MetricName.LOOKUP_TOKENS, self._lookup_tokens)
-        self._add(stats, MetricName.HIT_TOKENS, sum(self._hit_tokens.values()))
         self._add(stats, MetricName.RESUMED_HIT_TOKENS, self._resumed_tokens)
         declines = stores.declines
         for reason, total in (
@@ -157,8 +156,8 @@ class StatsReporter:
         self._add(stats, MetricName.CUT_STORE_PLANS, declines.cut_plans)
         self._add(stats, MetricName.PREEMPTED_STORE_BLOCKS, stores.num_preempted_blocks)
         self._report_tier(stats, self._source, loads.num_loads, (ledger, loads.ledger))
-        for source, tokens in self._hit_tokens.items():
-            self._add(stats, MetricName.TIER_HIT_TOKENS, tokens, (source.value,))
+        for source, tokens in self._accepted_tokens.items():
+            self._add(stats, MetricName.ACCEPTED_TOKENS, tokens, (source.value,))
         self._add(stats, MetricName.EVICTED_BLOCKS, tier.evictions)
         stats.set_gauge(MetricName.USED_BLOCKS, tier.num_held)
         stats.set_gauge(MetricName.PENDING_STORE_BLOCKS, stores.num_pending_blocks)
@@ -182,7 +181,7 @@ class StatsReporter:
     ) -> None:
         """What one tier did; ``ledgers`` of what it took in and of what it gave towards the device."""
         tier = source.value
-        self._add(stats, MetricName.TIER_HIT_TOKENS, self._hit_tokens.get(source, 0), (tier,))
+        self._add(stats, MetricName.ACCEPTED_TOKENS, self._accepted_tokens.get(source, 0), (tier,))
         self._add(stats, MetricName.TIER_WAITS, waits, (tier,))
         times = self._timings
         if source is self._source:

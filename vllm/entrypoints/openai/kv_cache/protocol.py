@@ -107,12 +107,17 @@ class CacheGroup(BaseModel):
 
 
 class CacheTier(BaseModel):
-    """Tokens asked of a tier and found there, since the start. `mode`: eager or lazy, for a tier that is copied to."""
+    """Tokens asked of a tier and found there, since the start. `mode`: eager or lazy, for a tier that is copied to.
+
+    `tokens_asked`, `tokens_hit` count each look-up that led to an admission; `tokens_reported` is the sum of what the
+    `usage` of requests says.
+    """
 
     tier: str
     mode: str | None = None
     tokens_asked: int
     tokens_hit: int
+    tokens_reported: int = 0
     hit_rate: float | None
 
 

@@ -346,9 +346,25 @@ class Results(Upkeep):
         manager.evict_blocks(sorted(damage.blocks))
         for entry in damage.affected:
             manager.evict_unconfirmed(entry.request, entry.position)
+            self._limit_hit(entry.request, entry.position)
         for request_id in sorted(damage.departed_ids):
             self._drop_stale_tokens(request_id)
         return damage
+
+    def _limit_hit(self, request: Request, position: int) -> None:
+        """What the request had found from ``position`` on is of no use: unless it was reported already, it was no hit."""
+        stats = request.prefill_stats
+        if stats is None or position >= request.num_cached_tokens:
+            return
+        request.num_cached_tokens = position
+        stats.limit(position)
+        stats.num_cache_creation_tokens = self._newly_cached_tokens(request, position)
+
+    def _newly_cached_tokens(self, request: Request, num_cached: int) -> int:
+        if not self.params.prefix_caching:
+            return 0
+        cacheable = request.num_prompt_tokens // self.hash_block_size * self.hash_block_size
+        return max(0, cacheable - num_cached)
 
     def _departed_tables(self, record: StepRecord) -> list[BlockUse]:
         """Tables given back while the step was in flight, and those that ended requests still have."""

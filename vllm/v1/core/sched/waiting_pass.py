@@ -317,14 +317,10 @@ class WaitingPass(Results):
             if request.prefill_stats is not None:
                 local, external = reported_cached_tokens(request, hit.num_local, sources)
                 request.prefill_stats.set(request.num_prompt_tokens, local, sum(external.values()), external)
-                request.prefill_stats.num_cache_creation_tokens = self._newly_cached_tokens(request, hit)
+                request.prefill_stats.num_cache_creation_tokens = self._newly_cached_tokens(
+                    request, hit.num_cached
+                )
         self._count_hit(request, hit, sources)
-
-    def _newly_cached_tokens(self, request: Request, hit: Hit) -> int:
-        if not self.params.prefix_caching:
-            return 0
-        cacheable = request.num_prompt_tokens // self.hash_block_size * self.hash_block_size
-        return max(0, cacheable - hit.num_cached)
 
     def _count_hit(self, request: Request, hit: Hit, sources: dict[CacheHitSource, int]) -> None:
         """Count the look-up, for the intervals and since the start; ``sources`` split the external hit."""

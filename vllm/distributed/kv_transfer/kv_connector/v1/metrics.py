@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import KVConnectorPromMetrics
 from vllm.logger import init_logger
 from vllm.v1.kv_connector_types import KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 logger = init_logger(__name__)
 
@@ -77,6 +78,12 @@ class KVConnectorPrometheus:
         """Add one payload."""
         if self.prom_metrics is not None:
             self.prom_metrics.observe(transfer_stats_data, engine_idx)
+
+    def observe_hits(self, tokens_by_source: Mapping[CacheHitSource, int], engine_idx: int = 0) -> None:
+        """What requests report of the tiers that the connector's sink shows; the rest is left out."""
+        if self.prom_metrics is not None:
+            shown = {tier: n for tier, n in tokens_by_source.items() if tier in self.prom_metrics.hit_tiers}
+            self.prom_metrics.observe_hits(shown, engine_idx)
 
     @property
     def wants_reports(self) -> bool:

@@ -19,6 +19,7 @@ from vllm.v1.kv_connector_types import (
     KVConnectorWorkerMetadata,
     merge_worker_meta,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 
 @dataclass
@@ -112,6 +113,17 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._prom_metrics = dict(prom_metrics)
         self.wants_reports = any(sink.wants_reports for sink in self._prom_metrics.values())
+
+        self.hit_tiers = frozenset(tier for sink in self._prom_metrics.values() for tier in sink.hit_tiers)
+
+    def observe_hits(self, tokens_by_source: Mapping[CacheHitSource, int], engine_idx: int = 0) -> None:
+        # Requests do not say which connector had a tier's tokens, and sinks that show the same tier share its figure.
+        left = dict(tokens_by_source)
+        for sink in self._prom_metrics.values():
+            own = {
+                tier: left.pop(tier) for tier in tokens_by_source if tier in left and tier in sink.hit_tiers
+            }
+            sink.observe_hits(own, engine_idx)
 
     def observe_report(self, report: Mapping[str, Any], engine_idx: int = 0) -> None:
         for sink in self._prom_metrics.values():

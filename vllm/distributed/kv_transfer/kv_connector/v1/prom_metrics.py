@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 
 def share_metrics(metric_types: Mapping[Any, Any]) -> dict[Any, Callable[..., Any]]:
@@ -32,6 +33,9 @@ class KVConnectorPromMetrics:
     ``metric_types`` maps the metric library's classes (gauge, counter, histogram) to the classes to
     instantiate; all four arguments are the library's and the front end's own, hence opaque here.
     """
+
+    hit_tiers: frozenset[CacheHitSource] = frozenset()
+    """Tiers whose hits are shown."""
 
     def __init__(
         self,
@@ -64,3 +68,6 @@ class KVConnectorPromMetrics:
 
     def observe_report(self, report: Mapping[str, Any], engine_idx: int = 0) -> None:
         """What an engine's cache holds now: the fields of `KVCacheReport`. The base ignores it."""
+
+    def observe_hits(self, tokens_by_source: Mapping[CacheHitSource, int], engine_idx: int = 0) -> None:
+        """Cached tokens that requests have reported, of `hit_tiers` only. The base ignores it."""

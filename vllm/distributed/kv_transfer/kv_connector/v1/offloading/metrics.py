@@ -136,6 +136,7 @@ class OffloadPromMetrics(SimpleCPUOffloadPromMetrics):
             definitions, buckets = spec_definitions(OffloadingSpecFactory.get_spec_cls(extra), extra)
             self.definitions = (*self.definitions, *definitions)
             self.buckets = {**self.buckets, **buckets}
+            self.hit_tiers = frozenset(CacheHitSource) - {CacheHitSource.DEVICE}
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @staticmethod
