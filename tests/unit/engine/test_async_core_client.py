@@ -173,6 +173,37 @@ async def test_the_end_of_one_core_is_the_end_of_all(fakes: FakeCores, start: St
     assert [process.status for process in fakes.processes] == [0, -9, -9], "asked, dead, killed"
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_client_that_ends_leaves_its_loop_to_the_next(
+    fakes: FakeCores, start: Start, elsewhere: bool
+) -> None:
+    """A descriptor that stays with the loop is not watched again when its number is."""
+    loop = asyncio.get_running_loop()
+    descriptors = set()
+    for _ in range(5):
+        client = start()
+        descriptor = client._connection.output.FD
+        descriptors.add(descriptor)
+        await asyncio.wait_for(client.call_utility_async("check_health"), 5)
+        if elsewhere:
+            await asyncio.to_thread(client.shutdown, 1.0)
+        else:
+            client.shutdown(timeout=1.0)
+        assert not loop.remove_reader(descriptor)
+        fakes.close()
+        fakes.cores.clear()
+    assert len(descriptors) < 5, "the kernel gives numbers out again"
+
+
+async def test_outputs_that_come_in_a_crowd_are_all_read(fakes: FakeCores, start: Start) -> None:
+    client = start()
+    await client.call_utility_async("check_health")
+    for number in range(500):
+        fakes.cores[number % 2].send(EngineCoreOutputs(outputs=[EngineCoreOutput(str(number), [1])]))
+    got = [await asyncio.wait_for(client.get_output_async(), 5) for _ in range(500)]
+    assert {output.outputs[0].request_id for output in got} == {str(number) for number in range(500)}
+
+
 async def test_a_length_that_all_cores_can_serve(fakes: FakeCores) -> None:
     fakes.lengths = [80, 48]
     config = engine_config(data_parallel_size=2)

@@ -1,17 +1,17 @@
 """The asyncio client of engine core processes.  Layer L7.
 
-Owns the task that reads outputs, and what the answers of several data-parallel cores are as one. Must not know text. One
+Owns the reading of outputs, and what the answers of several data-parallel cores are as one. Must not know text. One
 event loop uses it; it may be built before that loop runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -24,6 +24,10 @@ from vllm.v1.messages import EngineCoreOutputs, EngineCoreRequest, EngineCoreReq
 
 logger = init_logger(__name__)
 
+# Messages taken before other tasks get a turn.
+READ_MAX = 64
+# How long an end in another thread waits for the loop to stop reading.
+STOP_WAIT_S = 1.0
 # What is asked of each worker: the answers of all cores' workers, in order.
 PER_WORKER = frozenset({"collective_rpc", "list_loras"})
 
@@ -42,7 +46,6 @@ class AsyncMPClient:
         self.readies = self._connection.readies
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._reader: asyncio.Task[None] | None = None
         self._choice = ReplicaChoice(self.num_cores)
         self._closed = False
         self._connection.cores.watch(self._on_death)
@@ -127,53 +130,73 @@ class AsyncMPClient:
         self._connection.check_alive()
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
+            self._stop_reading()
             self._loop = loop
             self._outputs = asyncio.Queue()
-            self._reader = loop.create_task(self._read(), name="core-output")
+            loop.add_reader(self._connection.output.FD, self._read)
+            loop.call_soon(self._read)  # what is there already is not told of again
 
-    async def _read(self) -> None:
+    def _read(self) -> None:
+        """Take what has arrived, to the last message: the descriptor tells only of what comes after it."""
         connection = self._connection
-        socket = zmq.asyncio.Socket.shadow(connection.output)
+        if self._closed or self._loop is None:
+            return
         try:
-            while True:
-                outputs = connection.decode(await socket.recv_multipart(copy=False))
+            for _ in range(READ_MAX):
+                outputs = connection.decode(connection.output.recv_multipart(zmq.NOBLOCK, copy=False))
                 if outputs is not None:
                     self._outputs.put_nowait(outputs)
-        except asyncio.CancelledError:
-            raise
+        except zmq.Again:
+            return
         except Exception as error:
-            if not self._closed:
-                logger.error("The connection to the engine core is broken: %s", error)
+            logger.error("The connection to the engine core is broken: %s", error)
             self._outputs.put_nowait(connection.note_death(str(error)))
+            self._stop_reading()
+            return
+        self._loop.call_soon(self._read)
+
+    def _stop_reading(self) -> None:
+        """Take the socket out of its loop, before it is closed: its descriptor's number may be used again."""
+        loop, self._loop = self._loop, None
+        if loop is None or loop.is_closed():
+            return
+        descriptor = self._connection.output.FD
+        if not loop.is_running() or _is_running_here(loop):
+            loop.remove_reader(descriptor)
+            return
+        done = threading.Event()
+
+        def stop() -> None:
+            loop.remove_reader(descriptor)
+            done.set()
+
+        loop.call_soon_threadsafe(stop)
+        done.wait(STOP_WAIT_S)
 
     def _on_death(self, reason: str) -> None:
         """Called from the watching thread."""
         if self._closed:
             return
-        if self._loop is None or self._loop.is_closed():
+        loop = self._loop
+        if loop is None or loop.is_closed():
             self._connection.note_death(reason)
             return
-        self._loop.call_soon_threadsafe(lambda: self._outputs.put_nowait(self._connection.note_death(reason)))
+        loop.call_soon_threadsafe(lambda: self._outputs.put_nowait(self._connection.note_death(reason)))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the cores. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        if self._reader is not None and self._loop is not None and not self._loop.is_closed():
-            _cancel(self._loop, self._reader)
+        self._stop_reading()
         self._connection.close(timeout)
 
 
-def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
     try:
-        running = asyncio.get_running_loop()
+        return asyncio.get_running_loop() is loop
     except RuntimeError:
-        running = None
-    if running is loop:
-        task.cancel()
-    elif loop.is_running():
-        loop.call_soon_threadsafe(task.cancel)
+        return False
 
 
 def _checked(results: list[Any]) -> list[Any]:
