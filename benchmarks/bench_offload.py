@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import offload_copies, offload_throughput
-from benchmarks.offload_copies import GOAL_PAGE_BYTES, copy_speeds
+from benchmarks.offload_copies import BACKEND, BY_PAGE, GOAL_PAGE_BYTES, ONE, copy_speeds
 from benchmarks.offload_engines import LoadWatch, Model, dense_model, hybrid_model
 from benchmarks.offload_throughput import sides, throughput, throughput_table
 from benchmarks.offload_workloads import Scale, fleet, talks, ttft_by_length, working_set_blocks
@@ -86,13 +86,20 @@ def _side_by_side(model: Model, scale: Scale) -> dict[str, Any]:
 def goals(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The project's goals that this run can tell about."""
     copies = [row for row in data["copies"] if row["page_bytes"] >= GOAL_PAGE_BYTES]
-    slowest = min(row["backend_to_memcpy"] for row in copies)
     cost = data["throughput"]
-    by_page = f"slowest copy of pages ≥ {GOAL_PAGE_BYTES >> 10} KiB ≥ {COPY_GOAL:.0%} of memcpy by page"
+    slowest: dict[tuple[str, int], float] = {}
+    for row in copies:
+        for method, ratio in row["backend_to"].items():
+            known = slowest.get((method, row["threads"]), ratio)
+            slowest[method, row["threads"]] = min(known, ratio)
+    what = f"slowest copy of pages ≥ {GOAL_PAGE_BYTES >> 10} KiB ≥ {COPY_GOAL:.0%} of"
     loss = f"throughput with offload and no hits ≥ {1 - LOSS_GOAL:.0%} of without"
     kept = [(where, found["figures"]["tokens/s"]["eager_to_off"]) for where, found in sides(cost)]
     return [
-        {"goal": by_page, "measured": slowest, "met": slowest >= COPY_GOAL},
+        *(
+            {"goal": f"{what} {method}, threads: {threads}", "measured": ratio, "met": ratio >= COPY_GOAL}
+            for (method, threads), ratio in sorted(slowest.items(), reverse=True)
+        ),
         *(
             {
                 "goal": f"{loss}, {where}",
@@ -166,29 +173,30 @@ def _ttft_table(rows: list[dict[str, Any]]) -> Table:
 
 def _copy_table(rows: list[dict[str, Any]]) -> Table:
     text = (
-        "GB/s (10⁹ bytes copied per second) between two pools of 256 MiB in host memory. memcpy by page is the C library's, "
-        "page by page in the same order; one memcpy moves the same bytes in one call."
+        "GB/s (10⁹ bytes copied per second) between two pools of 256 MiB in host memory, so that both sides are memory and not "
+        "a cache. Two yardsticks. One memcpy: the C library moves the same bytes from pool to pool, one call per thread; it has the "
+        "least to do. memcpy by page: the C library page by page in the same order. Its stores of a page go through the caches, and "
+        "so read the target first: three transfers instead of two. Ratios are medians over the rounds of the ratio within a round."
     )
     body = [
         [
             f"{row['page_bytes'] >> 10} KiB",
             row["order"],
             row["direction"],
-            *(f"{row['gb_per_s'][method]:.1f}" for method in offload_copies.METHODS),
-            f"{row['backend_to_memcpy']:.2f}",
-            f"{row['backend_to_one_memcpy']:.2f}",
+            str(row["threads"]),
+            *(_number(row["gb_per_s"], method, 1) for method in (BY_PAGE, ONE, BACKEND)),
+            *(_number(row["backend_to"], method, 2) for method in (ONE, BY_PAGE)),
         ]
         for row in rows
     ]
-    columns = (
-        "page",
-        "order",
-        "direction",
-        *offload_copies.METHODS,
-        "backend / by page",
-        "backend / one memcpy",
+    columns = ("page", "order", "direction", "threads", BY_PAGE, ONE, BACKEND)
+    return Table(
+        "Copies between host pools", text, (*columns, "backend / one memcpy", "backend / by page"), body
     )
-    return Table("Copies between host pools", text, columns, body)
+
+
+def _number(values: dict[str, float], name: str, digits: int) -> str:
+    return f"{values[name]:.{digits}f}" if name in values else "–"
 
 
 def _talk_table(row: dict[str, Any]) -> Table:
@@ -257,13 +265,15 @@ def panels(data: dict[str, Any]) -> list[Panel]:
         drawn.append(Panel(title, "prompt tokens", "ms", lines, log_x=True, log_y=True))
     speeds: dict[str, tuple[list[float], list[float]]] = {}
     for row in data["copies"]:
-        if row["order"] == "scattered":
-            xs, ys = speeds.setdefault(row["direction"], ([], []))
+        for method, ratio in row["backend_to"].items() if row["order"] == "scattered" else ():
+            many = "" if row["threads"] == 1 else f", {row['threads']} threads"
+            xs, ys = speeds.setdefault(f"{row['direction']} / {method}{many}", ([], []))
             xs.append(row["page_bytes"] / 1024)
-            ys.append(row["backend_to_memcpy"])
+            ys.append(ratio)
     marks = {"goal": COPY_GOAL}
     title = "Copy speed, scattered pages"
-    drawn.append(Panel(title, "page, KiB", "backend / memcpy by page", speeds, marks=marks, log_x=True))
+    drawn.append(Panel(title, "page, KiB", "backend / yardstick", speeds, marks=marks, log_x=True))
+    drawn.append(_throughput_panel(data["throughput"]))
     talk = data["conversations"]
     lines = {
         name: (list(range(1, len(times) + 1)), [t * 1e3 for t in times])
@@ -279,6 +289,21 @@ def panels(data: dict[str, Any]) -> list[Panel]:
     }
     drawn.append(Panel("Write amplification", "", "stored / computed", bars=writes))
     return drawn
+
+
+def _throughput_panel(cost: dict[str, Any]) -> Panel:
+    gains, spans = {}, {}
+    for where, found in sides(cost):
+        for figure, row in found["figures"].items():
+            if not figure.startswith("tokens/s"):
+                continue
+            steps = ", step by step" if figure != "tokens/s" else ""
+            estimate, name = row["eager_to_off"], f"{where}{steps}"
+            gains[name] = (estimate["ratio"] - 1) * 100
+            spans[name] = ((estimate["low"] - 1) * 100, (estimate["high"] - 1) * 100)
+    title = "Throughput with offload, no hits"
+    marks = {"goal": -LOSS_GOAL * 100}
+    return Panel(title, "", "% more tokens/s than without", bars=gains, spans=spans, marks=marks)
 
 
 def main(arguments: list[str] | None = None) -> int:

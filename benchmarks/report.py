@@ -48,13 +48,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: lines over numbers or, where `bars`, one bar per name. A name of `marks` is drawn as a level line."""
+    """One diagram: lines over numbers or, where `bars`, one bar per name. A name of `marks` is drawn as a level line.
+
+    `spans`: for bars, from where to where the value may lie.
+    """
 
     title: str
     x_label: str
     y_label: str
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     bars: Mapping[str, float] = field(default_factory=dict)
+    spans: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     marks: Mapping[str, float] = field(default_factory=dict)
     log_x: bool = False
     log_y: bool = False
@@ -93,6 +97,8 @@ def _draw_panels(path: Path, panels: Sequence[Panel]) -> None:
             shown = axis.bar(list(panel.bars), list(panel.bars.values()), color="C0")
             axis.bar_label(shown, fmt="%.3g", fontsize=8)
             axis.tick_params(axis="x", labelsize=7)
+            for name, (low, high) in panel.spans.items():
+                axis.plot([name, name], [low, high], color="black", linewidth=1)
         for label, level in panel.marks.items():
             axis.axhline(level, color="gray", linestyle="--", linewidth=1, label=label)
         if not panel.bars:  # names have no scale

@@ -59,7 +59,10 @@ BENCHMARKS = (
         quick=("--requests", "16", "--steps", "20"),
     ),
     Benchmark(
-        "offload", "time to first token per tier, copies, conversations, writes", "20 min", quick=("--quick",)
+        "offload",
+        "time to first token per tier, copies, throughput, conversations, writes",
+        "15 min",
+        quick=("--quick",),
     ),
     Benchmark(
         "serving",
