@@ -61,11 +61,18 @@ class Server:
         self.log = log
         self.model = model
 
-    def request(self, method: str, path: str, body: Any = None, timeout: float = 120.0) -> Reply:
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout: float = 120.0,
+        headers: dict[str, str] | None = None,
+    ) -> Reply:
         """One HTTP request; an error status is a reply, not an exception."""
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=sent)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return Reply(answer.status, _decode(answer.read()))

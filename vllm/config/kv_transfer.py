@@ -5,6 +5,7 @@ Knows nothing of the connectors themselves: their option keys are checked by the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from vllm.config.device import detect_device_type
@@ -77,18 +78,22 @@ class KVTransferConfig:
         """Whether `name` is the connector or, at any depth, a child of a MultiConnector."""
         if self.kv_connector == name:
             return True
-        return _has_child(self.kv_connector_extra_config, name)
+        return any(child.get("kv_connector") == name for child in _children(self.kv_connector_extra_config))
+
+    def has_option(self, key: str) -> bool:
+        """Whether the connector or, at any depth, a child of a MultiConnector is given the option `key`."""
+        extras = [
+            child.get("kv_connector_extra_config") for child in _children(self.kv_connector_extra_config)
+        ]
+        return any(
+            extra and extra.get(key) is not None for extra in [self.kv_connector_extra_config, *extras]
+        )
 
 
-def _has_child(extra_config: dict[str, Any], name: str) -> bool:
+def _children(extra_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The connector configs inside of these options, at any depth."""
     children = extra_config.get("connectors")
-    if not isinstance(children, list):
-        return False
-    for child in children:
-        if not isinstance(child, dict):
-            continue
-        if child.get("kv_connector") == name or _has_child(
-            child.get("kv_connector_extra_config") or {}, name
-        ):
-            return True
-    return False
+    for child in children if isinstance(children, list) else ():
+        if isinstance(child, dict):
+            yield child
+            yield from _children(child.get("kv_connector_extra_config") or {})

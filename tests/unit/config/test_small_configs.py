@@ -94,7 +94,15 @@ def test_connectors_are_found_inside_a_multi_connector():
     assert all(config.has_connector(name) for name in ("MultiConnector", "A", "B"))
     assert not config.has_connector("C")
     assert not KVTransferConfig().has_connector("A")
+    inner["kv_connector_extra_config"]["connectors"][0]["kv_connector_extra_config"] = {
+        "deep": "x",
+        "off": None,
+    }
+    assert config.has_option("deep")
+    assert not config.has_option("off")
+    assert not config.has_option("shallow")
     config.kv_connector_extra_config = {"k": 1}
+    assert config.has_option("k")
     assert (config.get_from_extra_config("k", 0), config.get_from_extra_config("l", 5)) == (1, 5)
 
 

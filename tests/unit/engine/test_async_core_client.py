@@ -212,6 +212,7 @@ async def test_a_length_that_all_cores_can_serve(fakes: FakeCores) -> None:
     assert config.model_config.max_model_len == 48
     assert config.cache_config.block_size == 16, "the first core's"
     assert [ready.max_model_len for ready in client.readies] == [80, 48]
+    assert client.resolved == [{"block_size": 16}, {"block_size": 17}]
     client.shutdown(timeout=1.0)
 
 

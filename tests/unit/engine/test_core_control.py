@@ -197,6 +197,8 @@ def test_several_engines_answer_a_reset_together() -> None:
     assert joined_resets([first]) == first
     told = joined_resets([first, second])
     assert told.pop("engines") == [first, second]
+    (host, _) = joined_resets([first, second], ["host"])["tiers"]
+    assert (host["blocks_dropped"], host["blocks_held"], host["success"]) == (4, 2, False), "one pool of both"
     reason = "engine 1: 2 blocks are held"
     assert told == {
         "success": False, "reason": reason, "held_blocks": 2, "connector_reset": None,

@@ -227,6 +227,9 @@ def test_statistics_of_several_engines_are_added_up():
         (1, "device"),
         (1, "host"),
     ]
+    assert not any(pool.shared for pool in joined.pools)
+    views = join_reports([report(40, 10), report(60, 40)], ["host"]).pools
+    assert [pool.shared for pool in views] == [False, True, False, True]
     device = joined.tiers[0]
     assert (device.tokens_asked, device.tokens_hit, device.hit_rate) == (100, 50, 0.5)
     assert device.tokens_reported == 14

@@ -218,6 +218,15 @@ def test_cache_config_and_sleep_state(registry: CollectorRegistry) -> None:
     assert values(registry)["vllm:engine_sleep_state|discard_all"] == 1
 
 
+def test_each_engine_tells_its_own_sizes(registry: CollectorRegistry) -> None:
+    config = engine_config()
+    config.cache_config.num_gpu_blocks = 77
+    metrics = PrometheusMetrics(config, [0, 1], registry)
+    metrics.record_cache_config([{"num_gpu_blocks": 77}, {"num_gpu_blocks": 78, "no_such_field": 1}])
+    infos = [m for m in get_metrics_snapshot(registry) if m.name == "vllm:cache_config_info"]
+    assert {info.labels["engine"]: info.labels["num_gpu_blocks"] for info in infos} == {"0": "77", "1": "78"}
+
+
 def test_a_second_engine_replaces_the_first_and_closing_leaves_nothing(registry: CollectorRegistry) -> None:
     PrometheusMetrics(engine_config(), [0], registry)
     second = PrometheusMetrics(engine_config(), [0], registry)

@@ -376,11 +376,12 @@ async def _what_is_served(engine: Any) -> str:
     """Model, caches and event addresses, for the line that says that the server is ready."""
     config = engine.vllm_config
     parts = [f"model {_model_paths(config.model_config)[0].name}"]
-    cache = config.cache_config
+    cache, replicas = config.cache_config, config.parallel_config.data_parallel_size
+    each = f" in each of {replicas} replicas" if replicas > 1 else ""
     if cache.kv_cache_size_tokens:
-        parts.append(f"KV cache of {cache.kv_cache_size_tokens} tokens")
+        parts.append(f"KV cache of {cache.kv_cache_size_tokens} tokens{each}")
     if cache.simple_cpu_offload_num_blocks:
-        parts.append(f"host tier of {cache.simple_cpu_offload_num_blocks} blocks")
+        parts.append(f"host tier of {cache.simple_cpu_offload_num_blocks} blocks{each}")
     for source in (await engine.get_kv_event_sources()).values():
         parts.append(f"KV events on {source['endpoint']}")
         if source["replay_endpoint"]:

@@ -5,18 +5,21 @@ Owns their names and defaults. Must not know requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.loggers import StatLoggerManager
 
 
-def joined_resets(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def joined_resets(answers: Sequence[dict[str, Any]], common_tiers: Collection[str] = ()) -> dict[str, Any]:
     """What the resets of several engines did, in one answer: a success if all are, numbers added up.
 
+    Of `common_tiers`, which are one pool of all engines, each tells the same: numbers are those of who saw most.
     With more than one engine each one's answer is in `engines` too.
     """
     if len(answers) == 1:
@@ -26,11 +29,15 @@ def joined_resets(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for answer in answers:
         for tier in answer.get("tiers", ()):
             by_tier.setdefault(tier["tier"], []).append(tier)
-    joined["tiers"] = [_joined(parts) for parts in by_tier.values()]
+    joined["tiers"] = [
+        _joined(parts, max if tier in common_tiers else sum) for tier, parts in by_tier.items()
+    ]
     return {**joined, "engines": list(answers)}
 
 
-def _joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _joined(
+    answers: Sequence[dict[str, Any]], of_numbers: Callable[[list[Any]], Any] = sum
+) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for name in dict.fromkeys(name for answer in answers for name in answer):
         values = [answer.get(name) for answer in answers]
@@ -41,13 +48,14 @@ def _joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         elif not known or isinstance(known[0], str | list | tuple):
             joined[name] = known[0] if known else None
         else:
-            joined[name] = all(known) if isinstance(known[0], bool) else sum(known)
+            joined[name] = all(known) if isinstance(known[0], bool) else of_numbers(known)
     return joined
 
 
 class AsyncControl:
     """Mixed into `AsyncLLM`. A failure in the core is a RuntimeError with the core's message."""
 
+    vllm_config: VllmConfig
     engine_core: AsyncMPClient
     logger_manager: StatLoggerManager | None
     output_processor: OutputProcessor
@@ -91,7 +99,9 @@ class AsyncControl:
         answers = await self.engine_core.call_each_async(
             "reset_prefix_cache_detailed", reset_running_requests, reset_connector, tiers
         )
-        return joined_resets(answers)
+        transfer = self.vllm_config.kv_transfer_config
+        is_common = transfer is not None and transfer.has_option("shared_pool")
+        return joined_resets(answers, [CacheHitSource.HOST] if is_common else ())
 
     async def reset_mm_cache(self) -> None:
         await self.engine_core.call_utility_async("reset_mm_cache")

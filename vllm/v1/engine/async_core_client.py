@@ -56,6 +56,12 @@ class AsyncMPClient:
         return len(self._connection.cores.identities)
 
     @property
+    def resolved(self) -> list[dict[str, Any]]:
+        """Per core, what it has decided about its cache: fields of CacheConfig."""
+        cores = self._connection.cores
+        return [cores.resolved[identity] for identity in cores.identities]
+
+    @property
     def dead_error(self) -> Exception | None:
         """Why the core is gone, or None."""
         return self._connection.dead

@@ -7,8 +7,9 @@ never disturbs what it measures.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from vllm import envs
 from vllm.config import VllmConfig
@@ -192,9 +193,9 @@ class StatLoggerManager:
         if self._clock.monotonic() - self._last_log >= envs.VLLM_LOG_STATS_INTERVAL:
             self.log()
 
-    def log_engine_initialized(self) -> None:
-        """The engines are ready. Never raises."""
-        self._guard("prometheus", self.prometheus.record_cache_config)
+    def log_engine_initialized(self, resolved: Sequence[Mapping[str, Any]] = ()) -> None:
+        """The engines are ready. `resolved`: what each decided about its cache. Never raises."""
+        self._guard("prometheus", lambda: self.prometheus.record_cache_config(resolved))
         self._each(lambda sink: sink.log_engine_initialized())
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ the object registers its metrics when it is built, and takes them away with `unr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -442,8 +442,11 @@ class PrometheusMetrics:
             for position, state in enumerate(SLEEP_STATES):
                 states[state].set(1 if position == level else 0)
 
-    def record_cache_config(self) -> None:
-        """Every field of the cache configuration as a label of one gauge; call it once sizes are known."""
+    def record_cache_config(self, resolved: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Every field of the cache configuration as a label of one gauge; call it once sizes are known.
+
+        `resolved`: per engine, the fields that it has decided for itself.
+        """
         info = self._vllm_config.cache_config.metrics_info()
         metric = Gauge(
             PREFIX + "cache_config_info",
@@ -453,7 +456,9 @@ class PrometheusMetrics:
         )
         self._collectors.append(metric)
         for index in self._labels:
-            metric.labels(*info.values(), str(index)).set(1)
+            own = resolved[index] if index < len(resolved) else {}
+            values = info | {key: str(value) for key, value in own.items() if key in info}
+            metric.labels(*values.values(), str(index)).set(1)
 
     def unregister(self) -> None:
         """Take the metrics out of the registry. Idempotent."""

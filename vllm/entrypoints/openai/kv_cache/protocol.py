@@ -72,7 +72,10 @@ class CacheLookupResponse(EngineLookup):
 
 
 class CachePool(BaseModel):
-    """One pool of blocks of one engine; `blocks_free + blocks_held = blocks_total`. Bytes count all ranks."""
+    """One pool of blocks of one engine; `blocks_free + blocks_held = blocks_total`. Bytes count all ranks.
+
+    `shared`: this is the engine's view of a pool that others of the node use too (do not add the views up).
+    """
 
     engine: int
     tier: str
@@ -87,6 +90,7 @@ class CachePool(BaseModel):
     entries_protected: int = 0
     entries_protected_max: int = 0
     protections_refused: int = 0
+    shared: bool = False
 
 
 class CacheGroup(BaseModel):

@@ -5,7 +5,7 @@ Owns the rendering of look-ups (as the generating endpoints render) and how seve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -26,6 +26,7 @@ from vllm.entrypoints.openai.serving_base import truncation_of
 from vllm.entrypoints.openai.state import ServingState
 from vllm.exceptions import VLLMNotImplementedError, VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 Report = Mapping[str, Any]
 CANNOT_TELL = "the engine's scheduler cannot look into its cache"
@@ -85,10 +86,14 @@ def _adapter(choice: AdapterChoice | str | None) -> LoRARequest | None:
 async def stats(state: ServingState) -> CacheStats:
     """The KV cache of all engines, from counters. Raises VLLMNotImplementedError where no engine can tell."""
     reports = await state.engine_client.get_kv_cache_reports()
-    return join_reports([report for report in reports if report is not None])
+    transfer = state.engine_client.vllm_config.kv_transfer_config
+    is_shared = transfer is not None and transfer.has_option("shared_pool")
+    return join_reports(
+        [report for report in reports if report is not None], [CacheHitSource.HOST] if is_shared else ()
+    )
 
 
-def join_reports(reports: Sequence[Report]) -> CacheStats:
+def join_reports(reports: Sequence[Report], shared_tiers: Collection[str] = ()) -> CacheStats:
     """The reports of all engines, in order, as one. Engines of one server have the same groups and tiers."""
     if not reports:
         raise VLLMNotImplementedError(CANNOT_TELL)
@@ -97,7 +102,11 @@ def join_reports(reports: Sequence[Report]) -> CacheStats:
         engines=len(reports),
         prefix_caching=first["prefix_caching"],
         block_size=first["block_size"],
-        pools=[CachePool(engine=i, **pool) for i, report in enumerate(reports) for pool in report["pools"]],
+        pools=[
+            CachePool(engine=i, **pool, shared=pool["tier"] in shared_tiers)
+            for i, report in enumerate(reports)
+            for pool in report["pools"]
+        ],
         tiers=[_tier(hits, first["modes"].get(hits["tier"])) for hits in _added(reports, "hits", ("tier",))],
         groups=first["groups"],
         transfers=[
