@@ -105,9 +105,9 @@ class Lanes:
             self._move_slot(job)
         self._retire()
 
-    def finish_all(self) -> None:
+    def finish_all(self, *, but_stalled: bool = False) -> None:
         """Let everything run to its end."""
-        for job in self.running:
+        for job in self.movable() if but_stalled else self.running:
             job.stalled = False
             while not job.finished:
                 self._move_slot(job)

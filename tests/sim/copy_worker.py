@@ -88,6 +88,21 @@ class CopyWorker:
         return False
 
     @property
+    def hangs(self) -> bool:
+        """Stalled copies never go on while requests are there."""
+        return False
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Some copy will end, or be given up, by itself: who lacks its memory may wait."""
+        return self.copying()
+
+    def finish_copies(self, *, are_requests_there: bool) -> None:
+        """The run comes to rest: what can end, ends."""
+        for lanes in self.all_lanes:
+            lanes.finish_all()
+
+    @property
     def has_late_news(self) -> bool:
         """Something ended of which the engine hears when it steps, and for which it need not step."""
         return False

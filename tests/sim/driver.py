@@ -80,8 +80,7 @@ def drain(run: Run) -> None:
     while run.scheduler.has_requests() or run.steps or run.worker.copying():
         rounds += 1
         place = 1_000_000 + 4 * rounds
-        for lanes in run.worker.all_lanes:
-            lanes.finish_all()
+        run.worker.finish_copies(are_requests_there=run.scheduler.has_unfinished_requests())
         run.act("compile", place)
         run.insist()
         if len(run.steps) < run.params.depth and run.has_work:

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.guarded_manager imp
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.plugin_tier import MirrorPool
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import JobMover
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import LookupResult
 
 
@@ -99,8 +100,17 @@ def given_up_loads_are_let_go(original: Any) -> Any:
     return lambda self, job, lease: lease.release()
 
 
+def given_up_blocks_are_waited_for(original: Any) -> Any:
+    """A request that needs what copies hold which were given up waits until they end, and they never do."""
+    del original
+    return lambda self: ()
+
+
 OUTSIDE_MUTANTS: dict[str, Mutant] = {
     "given up loads are let go": replaced(GivenUpJobs, "hold", given_up_loads_are_let_go),
+    "given up blocks are waited for": replaced(
+        OffloadingConnector, "given_up_blocks", given_up_blocks_are_waited_for
+    ),
     "failed jobs count as done": replaced(JobMover, "_finish", failed_jobs_count_as_done),
     "withdrawn content is asked for": replaced(MirrorPool, "ban", withdrawn_content_is_asked_for),
     "flushed before the copies end": replaced(

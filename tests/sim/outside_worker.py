@@ -129,6 +129,7 @@ class OutsideWorker(SimWorker):
         assert params.outside is not None
         clock, limit = OwnersClock(self), params.outside.deadline_s
         self.is_impatient = limit < 100
+        self._hangs = params.outside.hangs
         self.movers = [JobMover(ShelfWorker(self, rank), clock, limit) for rank in range(params.ranks)]
         self._loads: list[list[OpenCopy]] = [[] for _ in self.movers]
         self._stores: list[list[OpenCopy]] = [[] for _ in self.movers]
@@ -158,6 +159,21 @@ class OutsideWorker(SimWorker):
             mover.has_given_up_any and lanes.unreported
             for mover, lanes in zip(self.movers, self.lanes, strict=True)
         )
+
+    @property
+    def hangs(self) -> bool:
+        return self._hangs
+
+    @property
+    def is_waited_for(self) -> bool:
+        # What was given up is nobody's hope.
+        return any(self._loads) or any(self._stores) or any(lanes.unreported for lanes in self.lanes)
+
+    def finish_copies(self, *, are_requests_there: bool) -> None:
+        if self.hangs and are_requests_there:
+            self.clock.advance(5.0)
+        for lanes in self.lanes:
+            lanes.finish_all(but_stalled=self.hangs and are_requests_there)
 
     def device_targets(self) -> dict[int, str]:
         """Of all ranks: one may have given a load up that another one has ended."""

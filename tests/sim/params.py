@@ -59,6 +59,8 @@ class Outside:
     """Events carry tokens."""
     deadline_s: float = 600.0
     """After which a job whose end was not told is given up."""
+    hangs: bool = False
+    """A job that hangs never ends while requests are there, so that its memory does not come back."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class Run(TierResetRun, SharedRun):
         if any(lane.running for lane in lanes):
             if any(lane.movable() for lane in lanes):
                 weights["copy"] = 100
-            if any(job.stalled for lane in lanes for job in lane.running):
+            if not self.worker.hangs and any(job.stalled for lane in lanes for job in lane.running):
                 weights["unstall"] = 2 if is_stuck else 10
         if "poison" in self.params.faults:
             weights["poison"] = 20
@@ -302,7 +302,7 @@ class Run(TierResetRun, SharedRun):
         """I10: steps without tokens although requests wait and nothing is under way that could free them."""
         paused = self.scheduler.pause_state is not PauseState.UNPAUSED
         waits = self.world.grammars.pending or self.put_off_since
-        is_under_way = self.steps or self.worker.copying() or waits
+        is_under_way = self.steps or self.worker.is_waited_for or waits
         if busy or paused or is_under_way or not self.live():
             self.idle_steps = 0
             return

@@ -162,6 +162,7 @@ def _with_manager_from_outside(params: SimParams) -> SimParams:
             prompt_only=rng.random() < 0.2,
             self_describing=rng.random() < 0.5,
             deadline_s=deadline_s,
+            hangs=deadline_s < 100 and Streams(params.seed).stream("outside hangs").random() < 0.4,
         ),
         faults=faults,
         actions_off=params.actions_off - ({"cool", "reset"} if rng.random() < 0.6 else {"cool"}),
