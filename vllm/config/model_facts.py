@@ -23,6 +23,8 @@ _LENGTH_KEYS: Final = (
 DEFAULT_MODEL_LENGTH: Final = 2048
 # Rope types whose config already states the scaled length.
 _UNSCALED_ROPE_TYPES: Final = ("default", "mrope", "llama3", "su", "longrope", "proportional")
+# Families whose config already states the scaled length, whatever the rope type.
+_SCALED_LENGTH_TYPES: Final = ("gemma3", "gemma3_text")
 _RECURRENT_KINDS: Final = (
     "mamba",
     "mamba2",
@@ -138,7 +140,7 @@ def max_length(text: ConfigRecord) -> int | None:
         return None
     length = min(lengths)
     scaling = text.first("rope_scaling", "rope_parameters")
-    if not isinstance(scaling, ConfigRecord):
+    if not isinstance(scaling, ConfigRecord) or text.get("model_type") in _SCALED_LENGTH_TYPES:
         return length
     rope_type = scaling.first("rope_type", "type")
     if rope_type is None or rope_type in _UNSCALED_ROPE_TYPES:

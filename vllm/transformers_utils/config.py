@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.transformers_utils.config_defaults import with_defaults
 from vllm.transformers_utils.config_record import ConfigRecord
 from vllm.transformers_utils.gguf_config import config_from_gguf
 from vllm.transformers_utils.gguf_metadata import is_gguf_file
@@ -100,14 +101,17 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def get_config(source: ModelSource) -> ConfigRecord:
-    """The model's configuration. Raises ValueError if there is none or it cannot be read."""
+    """The model's configuration, with the defaults of its family where the file has none.
+
+    Raises ValueError if there is no configuration or it cannot be read.
+    """
     gguf_file = find_gguf_file(source.model)
     if gguf_file is not None:
         return config_from_gguf(gguf_file)
     path = find_model_file(source, CONFIG_NAME)
     if path is None:
         raise ValueError(f"Model {source.model!r} has no {CONFIG_NAME}")
-    return ConfigRecord(_read_json_object(path))
+    return ConfigRecord(with_defaults(_read_json_object(path)))
 
 
 def get_generation_config(source: ModelSource) -> dict[str, Any]:

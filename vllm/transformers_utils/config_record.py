@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+TEXT_RECORDS: Final = ("text_config", "language_config", "llm_config")
+"""Where a composite config keeps the record of its language model."""
 
 
 class ConfigRecord(Mapping[str, Any]):
@@ -57,7 +60,7 @@ class ConfigRecord(Mapping[str, Any]):
 
     def get_text_config(self) -> ConfigRecord:
         """The nested record of the language model in a composite config, else this record itself."""
-        for name in ("text_config", "language_config", "llm_config"):
+        for name in TEXT_RECORDS:
             nested = self.__dict__.get(name)
             if isinstance(nested, ConfigRecord):
                 return nested

@@ -68,6 +68,7 @@ def config_from_gguf(path: str | Path) -> ConfigRecord:
     for key, name in _TOKEN_IDS.items():
         if key in header.metadata:
             values[name] = header.metadata[key]
+    _spell_out(values)
     values.update(_rope_values(header, architecture, values))
     values["vocab_size"] = _vocab_size(header, architecture)
     values["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in header.tensors)
@@ -77,12 +78,20 @@ def config_from_gguf(path: str | Path) -> ConfigRecord:
     return ConfigRecord(values)
 
 
+def _spell_out(values: dict[str, Any]) -> None:
+    """What the format means where it says nothing; a family's config.json may mean something else."""
+    heads = values.get("num_attention_heads")
+    if heads:
+        values.setdefault("num_key_value_heads", heads)
+        values.setdefault("head_dim", values["hidden_size"] // heads)
+    values.setdefault("sliding_window", None)
+
+
 def _rope_values(header: GGUFHeader, architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Scaling and partial rotation, by the names of config.json."""
     found: dict[str, Any] = {}
     prefix = f"{architecture}.rope"
-    heads = values.get("num_attention_heads")
-    head_dim = values.get("head_dim") or (values["hidden_size"] // heads if heads else None)
+    head_dim = values.get("head_dim")
     rotated = header.metadata.get(f"{prefix}.dimension_count")
     if rotated is not None and head_dim is not None and rotated < head_dim:
         found["partial_rotary_factor"] = rotated / head_dim

@@ -130,7 +130,7 @@ def test_explicit_head_size_and_other_spellings(tmp_path):
 
 
 def test_missing_size_is_reported_with_its_names(tmp_path):
-    model = ModelConfig(write_model_folder(tmp_path, hidden_size=None))
+    model = ModelConfig(write_model_folder(tmp_path, model_type="of its own", hidden_size=None))
     with pytest.raises(ValueError, match="lacks hidden_size / n_embd / d_model"):
         model.get_hidden_size()
 

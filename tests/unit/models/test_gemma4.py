@@ -11,7 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+)
 
 from tests.helpers.paged_harness import PagedHarness
 from tests.helpers.random_schedule import TOLERANCE, random_tokens, run_random_schedule
@@ -21,7 +26,8 @@ from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.model_loader.tiny import TINY_CONFIGS
 from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
 from vllm.model_executor.models.gemma4_config import GemmaParams
-from vllm.model_executor.models.interfaces import ModelSettings
+from vllm.model_executor.models.interfaces import ModelSettings, config_dict
+from vllm.transformers_utils.config_defaults import FAMILY_DEFAULTS
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
@@ -145,18 +151,42 @@ def test_half_precision_is_as_near_to_fp32_as_the_library_s(variant: str, tmp_pa
     assert (half - exact).abs().mean() < 1.25 * (theirs - exact).abs().mean()
 
 
-def test_the_language_model_of_a_composite_checkpoint_is_served(tmp_path: Path) -> None:
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
+VISION |= {"image_size": 28, "patch_size": 14}
+COMPOSITES: dict[str, Any] = {
+    "gemma3_text": (Gemma3Config, Gemma3ForConditionalGeneration, {}),
+    "gemma4_text": (Gemma4Config, Gemma4ForConditionalGeneration, {"audio_config": None}),
+}
+# Equal to what the family's class says by itself; released checkpoints leave out what is.
+LEFT_OUT = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize("kind", sorted(COMPOSITES))
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_the_language_model_of_a_composite_checkpoint_is_served(
+    kind: str, is_tied: bool, tmp_path: Path
+) -> None:
+    config_class, model_class, more = COMPOSITES[kind]
     torch.manual_seed(0)
-    config = Gemma4Config(text_config=CONFIGS["gemma4_text"], vision_config=vision, audio_config=None)
-    composite = Gemma4ForConditionalGeneration(config).float().eval()
-    text = make_oracle("gemma4_text")
+    numbers = CONFIGS[kind] | LEFT_OUT
+    config = config_class(text_config=numbers, vision_config=VISION, tie_word_embeddings=is_tied, **more)
+    composite = model_class(config).float().eval()
+    text = make_oracle(kind, **LEFT_OUT, tie_word_embeddings=is_tied)
     composite.model.language_model.load_state_dict(text.model.state_dict())
-    model = load(tmp_path, composite)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        prefixes = {".".join(name.split(".")[:2]) for name in file.keys()}  # noqa: SIM118
-    assert prefixes == {"model.vision_tower", "model.embed_vision", "model.language_model"}
+    composite.lm_head.load_state_dict(text.lm_head.state_dict())
+    folder = save_oracle(composite, tmp_path)
+    whole = json.loads((folder / "config.json").read_text())
+    defaults = FAMILY_DEFAULTS[kind].items()
+    whole["text_config"] = {
+        name: value for name, value in whole["text_config"].items() if (name, value) not in defaults
+    }
+    assert not LEFT_OUT.keys() & whole["text_config"].keys()
+    model = get_model(engine_config(folder, whole))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert any("vision_tower" in name for name in names)
+    assert any(name.endswith("lm_head.weight") for name in names) is not is_tied
     harness = PagedHarness(model)
     tokens = random_tokens(random.Random(1), 30)
     (logits,) = harness.step([(harness.start(tokens), 30)])
@@ -217,7 +247,7 @@ def test_head_sizes_may_be_spelled_out_by_layer_or_named_for_full_layers() -> No
             "layer 0: num_attention_heads 4 is not a multiple of num_key_value_heads 3",
         ),
         ({"per_layer_config": {"0": {"window": 4}}}, "per_layer_config of layer 0: window is not supported"),
-        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": None}, "config.json lacks hidden_size"),
         ({"model_type": "gemma3n_text"}, "model_type 'gemma3n_text' is not supported; supported: gemma3, "),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
         (
@@ -235,7 +265,7 @@ def test_head_sizes_may_be_spelled_out_by_layer_or_named_for_full_layers() -> No
 def test_a_config_that_cannot_be_computed_is_told(changes: dict[str, Any], named: str) -> None:
     config = {key: value for key, value in (TINY_CONFIGS["gemma4"] | changes).items() if value is not None}
     with pytest.raises(ValueError, match=named):
-        GemmaParams.from_config(config)
+        GemmaParams.from_config({**FAMILY_DEFAULTS["gemma4_text"], "hidden_size": None, **config})
 
 
 @pytest.mark.parametrize(
@@ -249,4 +279,4 @@ def test_a_config_that_cannot_be_computed_is_told(changes: dict[str, Any], named
 )
 def test_ranks_that_cannot_share_the_model_are_told(changes: dict[str, Any], tp: int, named: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel_size {tp} {named}"):
-        Gemma4ForCausalLM.check_split(TINY_CONFIGS["gemma4"] | changes, tp)
+        Gemma4ForCausalLM.check_split(config_dict(TINY_CONFIGS["gemma4"] | changes), tp)

@@ -28,10 +28,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Every sixth layer is a full one unless the checkpoint says otherwise.
 _PATTERN = 6
 _GENERATIONS = {"gemma3": 3, "gemma3_text": 3, "gemma4": 4, "gemma4_text": 4}
-_WINDOW = {3: 4096, 4: 512}
+_GLOBAL_HEAD_DIM = 512
+_THETA = {_SLIDING: 10_000.0, _FULL: 1_000_000.0}
 _ROPE = {
-    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    _SLIDING: {"rope_type": "default"},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25},
 }
 
 
@@ -78,9 +79,15 @@ class GemmaParams:
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> GemmaParams:
-        """Reads a flat text config or a composite one; `ValueError` names what is missing or not supported."""
+        """Reads a flat text config or a composite one; `ValueError` names what is missing or not supported.
+
+        Values that the checkpoint left out are those of the family already (`config_dict`); null counts as missing.
+        """
         try:
             text = config.get("text_config") or config
+            # A composite checkpoint says of the whole whether its embeddings are tied.
+            tied = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
+            text = {key: value for key, value in (dict(text) | tied).items() if value is not None}
             kind = text.get("model_type") or config.get("model_type")
             if kind not in _GENERATIONS:
                 raise ValueError(
@@ -95,18 +102,17 @@ class GemmaParams:
         _refuse(text)
         layers = _read_layers(text, generation)
         has_experts = bool(text.get("enable_moe_block", False))
-        ple = int(text.get("hidden_size_per_layer_input") or 0)
-        rope = text.get("rope_parameters") or (_ROPE if generation == 4 else _old_ropes(text))
+        ple = int(text.get("hidden_size_per_layer_input", 0))
         return GemmaParams(
             generation=generation,
             vocab_size=int(text["vocab_size"]),
             hidden_size=int(text["hidden_size"]),
             num_heads=int(text["num_attention_heads"]),
-            score_scale=1.0 if generation == 4 else float(text.get("query_pre_attn_scalar") or 256) ** -0.5,
-            eps=float(text.get("rms_norm_eps", 1e-6)),
-            activation=str(text.get("hidden_activation", "gelu_pytorch_tanh")),
-            is_tied=bool(text.get("tie_word_embeddings", True)),
-            has_bias=bool(text.get("attention_bias", False)),
+            score_scale=1.0 if generation == 4 else float(text["query_pre_attn_scalar"]) ** -0.5,
+            eps=float(text["rms_norm_eps"]),
+            activation=str(text["hidden_activation"]),
+            is_tied=bool(text["tie_word_embeddings"]),
+            has_bias=bool(text["attention_bias"]),
             is_k_eq_v=bool(text.get("attention_k_eq_v", False)),
             softcap=text.get("final_logit_softcapping"),
             ple_size=ple,
@@ -115,12 +121,7 @@ class GemmaParams:
             top_k=int(text["top_k_experts"]) if has_experts else 0,
             moe_intermediate_size=int(text["moe_intermediate_size"]) if has_experts else 0,
             layers=layers,
-            ropes={
-                layer.kind: RopeParams.from_config(
-                    {**text, "rope_scaling": None, "rope_parameters": rope[layer.kind]}, layer.head_dim
-                )
-                for layer in layers
-            },
+            ropes=_read_ropes(text, generation, layers),
         )
 
     @property
@@ -175,11 +176,26 @@ def _refuse(text: Mapping[str, Any]) -> None:
         )
 
 
+def _read_ropes(
+    text: Mapping[str, Any], generation: int, layers: tuple[GemmaLayerParams, ...]
+) -> dict[str, RopeParams]:
+    """Rotary settings by layer type; each type has a base of its own where the checkpoint names none."""
+    by_kind = text.get("rope_parameters") or (_ROPE if generation == 4 else _old_ropes(text))
+    ropes: dict[str, RopeParams] = {}
+    for layer in layers:
+        settings = {"rope_theta": _THETA[layer.kind], **by_kind[layer.kind]}
+        config = {**text, "rope_scaling": None, "rope_parameters": settings}
+        ropes[layer.kind] = RopeParams.from_config(config, layer.head_dim)
+    return ropes
+
+
 def _old_ropes(text: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Rotary settings by layer type as checkpoints of Gemma 3 name them; a scaling concerns full layers alone."""
+    plain = {"rope_type": "default"}
+    settings = {_SLIDING: plain, _FULL: text.get("rope_scaling", plain)}
+    bases = {_SLIDING: text.get("rope_local_base_freq"), _FULL: text.get("rope_theta")}
     return {
-        _SLIDING: {"rope_theta": text.get("rope_local_base_freq") or 10_000.0},
-        _FULL: {"rope_theta": text.get("rope_theta") or 1_000_000.0, **(text.get("rope_scaling") or {})},
+        kind: {**({"rope_theta": base} if base else {}), **settings[kind]} for kind, base in bases.items()
     }
 
 
@@ -197,7 +213,7 @@ def _read_layers(text: Mapping[str, Any], generation: int) -> tuple[GemmaLayerPa
                 head_dim=head_dim,
                 num_kv_heads=kv_heads,
                 intermediate_size=int(text["intermediate_size"]) * (2 if doubles and is_sharing else 1),
-                window=int(text.get("sliding_window") or _WINDOW[generation]) if kind == _SLIDING else None,
+                window=int(text["sliding_window"]) if kind == _SLIDING else None,
                 target=_target(kinds, first_sharing, i) if is_sharing else None,
             )
         )
@@ -234,7 +250,7 @@ def _target(kinds: list[str], first_sharing: int, index: int) -> int:
 def _heads(text: Mapping[str, Any], index: int, is_global: bool) -> tuple[int, int]:
     """Head size and KV heads of a layer: spelled out by layer, or by the names for full (`is_global`) layers."""
     values = {
-        "head_dim": int(text.get("head_dim") or 256),
+        "head_dim": text["head_dim"],
         "num_key_value_heads": text["num_key_value_heads"],
     }
     by_layer = text.get("per_layer_config")
@@ -246,7 +262,7 @@ def _heads(text: Mapping[str, Any], index: int, is_global: bool) -> tuple[int, i
             raise ValueError(f"per_layer_config of layer {index}: {', '.join(unknown)} is not supported")
         values.update(own)
     elif is_global:
-        values["head_dim"] = text.get("global_head_dim") or 512
+        values["head_dim"] = text.get("global_head_dim", _GLOBAL_HEAD_DIM)
         if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
             values["num_key_value_heads"] = text["num_global_key_value_heads"]
     heads, kv_heads = int(text["num_attention_heads"]), int(values["num_key_value_heads"])

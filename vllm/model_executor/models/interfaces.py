@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.sharding import Slot, Weight, WeightSlot
+from vllm.transformers_utils.config_defaults import with_defaults
 from vllm.v1.attention.backend import CacheLayer, StepMeta
 from vllm.v1.attention.backends.cpu_attn import CpuAttentionBackend
 from vllm.v1.attention.backends.registry import get_compute_backend
@@ -32,11 +33,8 @@ _CACHE_DTYPES = {
 
 
 def config_dict(hf_config: Any) -> dict[str, Any]:
-    """A config record (ours, a mapping, or one of the transformers library) as a plain nested dictionary."""
-    if isinstance(hf_config, Mapping):
-        return dict(hf_config)
-    record: dict[str, Any] = hf_config.to_dict()
-    return record
+    """A config record (ours, a mapping, or one of the transformers library) with the defaults of its family."""
+    return with_defaults(hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict())
 
 
 @dataclass(frozen=True, slots=True)
