@@ -62,6 +62,7 @@ class FakeCore(threading.Thread):
         self.index = index
         self.requests: list[str] = []
         self.aborts: list[str] = []
+        self.has_left = False  # set it: the sockets are closed, but the process goes on
         self._cores = cores
         self._ready = ready
         self._answer = answer
@@ -76,7 +77,7 @@ class FakeCore(threading.Thread):
         socket.connect(self._cores.input_address)
         socket.send(msgspec.msgpack.encode(self._ready))
         process = self._cores.processes[self.index]
-        while process.wait(0) is None:
+        while process.wait(0) is None and not self.has_left:
             if socket.poll(5):
                 kind, *frames = socket.recv_multipart()
                 self._take(EngineCoreRequestType(kind), frames)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -171,6 +172,34 @@ async def test_the_end_of_one_core_is_the_end_of_all(fakes: FakeCores, start: St
     assert str(client.dead_error).count("replica") == 1
     await until(lambda: all(process.wait(0) is not None for process in fakes.processes))
     assert [process.status for process in fakes.processes] == [0, -9, -9], "asked, dead, killed"
+
+
+async def test_a_core_that_has_closed_its_socket_is_gone_for_who_calls(
+    fakes: FakeCores, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    fakes.answer = lambda core, method, _: time.sleep(0.3) if core == 0 else None
+    client = start()
+    for number in range(2):
+        await client.add_request_async(ask(f"r{number}"))
+    await until(lambda: fakes.cores[1].requests == ["r1"])
+    fakes.cores[1].has_left = True
+    fakes.cores[1].join(5)
+    told = None
+    while told is None:
+        try:
+            await asyncio.wait_for(client.call_utility_async("check_health"), 0.1)
+        except TimeoutError:
+            continue  # it is not known yet
+        except EngineDeadError as error:
+            told = str(error)
+    assert "An engine core has ended" in told
+    await client.abort_requests_async(["r1"])
+    fakes.processes[1].die(0)
+    with pytest.raises(EngineDeadError, match="replica 1 ended"):
+        await client.get_output_async()
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -7,6 +7,7 @@ event loop uses it; it may be built before that loop runs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +86,8 @@ class AsyncMPClient:
         for core in range(self.num_cores):
             ids = [request_id for request_id in request_ids if self._choice.replica_of(request_id) == core]
             if ids:
-                self._send(self._connection.frames(EngineCoreRequestType.ABORT, ids, core))
+                with contextlib.suppress(EngineDeadError):  # its requests have ended with it
+                    self._send(self._connection.frames(EngineCoreRequestType.ABORT, ids, core))
         for request_id in request_ids:
             self._choice.forget(request_id)
 
@@ -110,12 +112,17 @@ class AsyncMPClient:
         for core in range(self.num_cores):
             frames, future = self._connection.new_call(method, args, core)
             self._send(frames)
-            futures.append(asyncio.wrap_future(future))
-        return _checked(await asyncio.gather(*futures, return_exceptions=True))
+            futures.append(future)
+        # Only now: if a core was gone already, nobody waits for the others.
+        waiting = map(asyncio.wrap_future, futures)
+        return _checked(await asyncio.gather(*waiting, return_exceptions=True))
 
     def _send(self, frames: list[Frame]) -> None:
         self._connection.check_alive()
-        self._connection.input.send_multipart(frames, copy=False)
+        try:
+            self._connection.input.send_multipart(frames, copy=False)
+        except zmq.ZMQError as error:  # its socket is closed: it ends, or has ended
+            raise EngineDeadError(f"An engine core has ended ({error}).") from error
 
     # -- outputs -------------------------------------------------------------------------------------------------
 
