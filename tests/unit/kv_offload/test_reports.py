@@ -95,6 +95,21 @@ def test_a_manager_that_tells_late_what_a_reset_removed_is_not_heard_twice(is_st
     )
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_what_consumers_have_as_stored_is_not_told_a_second_time(is_reset: bool) -> None:
+    tracker = OffloadingEventsTracker({}, self_describing=False)
+    key = b"k" * 32 + bytes(4)
+    came, went = (OffloadingEvent([key], "SHELF", removed) for removed in (False, True))
+    elsewhere = OffloadingEvent([key], "ATTIC", removed=False)
+    assert [type(event) for event in tracker.convert([came])] == [BlockStored]
+    if is_reset:
+        tracker.clear()  # and it is stored again before anybody heard of that
+    assert [event.medium for event in tracker.convert([came, came, elsewhere])] == ["ATTIC"]
+    assert {event.medium for event in tracker.present()} == {"SHELF", "ATTIC"}
+    told = tracker.convert([went, came, came])
+    assert [type(event) for event in told] == [BlockRemoved, BlockStored]
+
+
 def test_sleep_and_shutdown_with_jobs_open() -> None:
     script = new_script()
     rig = make()

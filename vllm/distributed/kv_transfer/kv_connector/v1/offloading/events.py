@@ -77,7 +77,8 @@ class OffloadingEventsTracker:
         for event in events:
             for key in event.keys:
                 if not event.removed:
-                    converted.append(self._stored(key, event))
+                    if not self._is_known(key, event.medium):
+                        converted.append(self._stored(key, event))
                 elif (key, event.medium) in self._void_told:
                     del self._void_told[key, event.medium]
                 else:
@@ -85,6 +86,13 @@ class OffloadingEventsTracker:
         if self._void:
             converted += self._end_void()
         return converted
+
+    def _is_known(self, key: OffloadKey, medium: str) -> bool:
+        """Whether consumers have it as stored: it is not told twice, nor withdrawn if it came back after a reset."""
+        void = self._void.pop((key, medium), None)
+        if void is not None:
+            self._told[key, medium] = void
+        return (key, medium) in self._told
 
     def _end_void(self) -> list[KVCacheEvent]:
         void, self._void = self._void, {}
@@ -126,7 +134,6 @@ class OffloadingEventsTracker:
             ownership=event.ownership,
         )
         self._told[key, event.medium] = told
-        self._void.pop((key, event.medium), None)
         self._void_told.pop((key, event.medium), None)
         return told
 
