@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -42,6 +43,13 @@ TOKENS, BLOCK, VOCABULARY = 32_768, 16, 128_000
 ALLOCATIONS = 100_000
 DECODES, STEPS = 256, 64  # steps: each request begins a block in every sixteenth
 BIG_POOL = 1_000_000
+TURNS = 12
+SIZES = {  # tokens of a prompt, blocks of the pool
+    "100_small": (100, 10_000),
+    "100": (100, BIG_POOL),
+    "2000": (2000, BIG_POOL),
+    "16000": (16_000, BIG_POOL),
+}
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1000,
@@ -175,32 +183,69 @@ def engine_config(**settings: Any) -> Any:
     return config
 
 
+class Decoding:
+    """A scheduler with requests of equal prompts' lengths. `spread`: of lengths such that as many begin a block in every step."""
+
+    def __init__(self, prompt_tokens: int, num_blocks: int, *, spread: bool = False) -> None:
+        config = engine_config()
+        self.scheduler: Any = Scheduler(
+            vllm_config=config, kv_cache_config=kv_config(num_blocks), block_size=BLOCK, hash_block_size=BLOCK,
+            structured_output_manager=StructuredOutputManager(config),
+        )  # fmt: skip
+        text = tokens(prompt_tokens + DECODES)
+        for i in range(DECODES):
+            prompt = text[i : i + prompt_tokens + (i % BLOCK if spread else 0)]
+            self.scheduler.add_request(request(f"request-{i}", prompt, max_tokens=10_000))
+        self.num_prefill_steps = (prompt_tokens + BLOCK) * DECODES // 8192 + DECODES
+
+    def step(self) -> tuple[float, bool]:
+        """Seconds of `schedule` + `update_from_output`, and whether every request decoded one token."""
+        scheduler = self.scheduler
+        scheduled: list[Any] = []
+        elapsed = timed_bare(lambda: scheduled.append(scheduler.schedule()))
+        names = list(scheduled[0].num_scheduled_tokens)
+        by_name = scheduler.requests
+        sampled = [[7] if by_name[n].num_computed_tokens >= by_name[n].num_tokens else [] for n in names]
+        output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+        elapsed += timed_bare(lambda: scheduler.update_from_output(scheduled[0], output))
+        return elapsed, scheduled[0].total_num_scheduled_tokens == DECODES == sum(map(len, sampled))
+
+
 def step(prompt_tokens: int, num_blocks: int) -> float:
     """The mean of `schedule` + `update_from_output` over steps in which every request decodes one token.
 
     Not the median: where all prompts are equally long, all requests take a block in the same few steps.
     """
-    config = engine_config()
-    scheduler: Any = Scheduler(
-        vllm_config=config, kv_cache_config=kv_config(num_blocks), block_size=BLOCK, hash_block_size=BLOCK,
-        structured_output_manager=StructuredOutputManager(config),
-    )  # fmt: skip
-    for i in range(DECODES):
-        scheduler.add_request(request(f"request-{i}", tokens(prompt_tokens, seed=i), max_tokens=10_000))
+    decoding = Decoding(prompt_tokens, num_blocks)
     times: list[float] = []
-    for _ in range(prompt_tokens * DECODES // 8192 + DECODES + STEPS):
-        scheduled: list[Any] = []
-        elapsed = timed_bare(lambda scheduled=scheduled: scheduled.append(scheduler.schedule()))
-        names = list(scheduled[0].num_scheduled_tokens)
-        by_name = scheduler.requests
-        sampled = [[7] if by_name[n].num_computed_tokens >= by_name[n].num_tokens else [] for n in names]
-        output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
-        elapsed += timed_bare(lambda s=scheduled, o=output: scheduler.update_from_output(s[0], o))
-        if scheduled[0].total_num_scheduled_tokens == DECODES == sum(map(len, sampled)):
+    for _ in range(decoding.num_prefill_steps + STEPS):
+        elapsed, is_decode = decoding.step()
+        if is_decode:
             times.append(elapsed)
             if len(times) == STEPS:
                 return sum(times) / STEPS * 1e3
     raise RuntimeError(f"only {len(times)} steps decoded all {DECODES} requests")
+
+
+def step_sizes() -> dict[str, float]:
+    """`step` by the length of prompts and the size of the pool, as `SIZES` names them.
+
+    The sizes take turns, as many steps at a time as a block has tokens: in each of them as many requests begin a block,
+    whatever the size. Medians over the turns.
+    """
+    runs = {name: Decoding(*size, spread=True) for name, size in SIZES.items()}
+    turns: dict[str, list[float]] = {name: [] for name in runs}
+    for decoding in runs.values():
+        for _ in range(decoding.num_prefill_steps):
+            if decoding.step()[1]:
+                break
+    for _ in range(TURNS):
+        for name, decoding in runs.items():
+            decoding.step()  # the others' memory is in the caches yet
+            steps = [decoding.step() for _ in range(BLOCK)]
+            assert all(is_decode for _, is_decode in steps)
+            turns[name].append(sum(elapsed for elapsed, _ in steps) / BLOCK * 1e3)
+    return {name: statistics.median(times) for name, times in turns.items()}
 
 
 def timed_bare(work: Callable[[], object]) -> float:
@@ -294,7 +339,7 @@ WORKLOADS: dict[str, Callable[[], float | dict[str, float]]] = {
     "evict_1000": lambda: evict(1000),
     "step": lambda: step(100, 10_000),
     "step_long": lambda: step(2000, 100_000),
-    "step_big_pool": lambda: step(100, BIG_POOL),
+    "step_sizes": step_sizes,
     "walk": walk,
     "lazy_1024": lambda: lazy_step(1024),
     "lazy_copied": lambda: lazy_step(1024, copied=True),
