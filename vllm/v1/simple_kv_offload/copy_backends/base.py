@@ -13,12 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm.utils.checks import check
 
 # Region name → int8 tensor [blocks, bytes per block]; rows may be apart, the bytes of a row are not.
 Regions = Mapping[str, torch.Tensor]
+
+BlockIds = npt.NDArray[np.int64]
 
 
 class CopyError(RuntimeError):
@@ -168,12 +172,17 @@ class RegionCopyBackend(CopyBackend):
         """
 
 
-def check_blocks(job: CopyJob, source: Regions, target: Regions) -> None:
-    """Raise `CopyError` for a block id outside its regions, before any byte moves."""
-    for blocks, regions, what in ((job.src_blocks, source, "source"), (job.dst_blocks, target, "target")):
+def checked_ids(job: CopyJob, source: Regions, target: Regions) -> tuple[BlockIds, BlockIds]:
+    """The job's (source, target) blocks. `CopyError` for one outside its regions, before any byte moves."""
+    sides = (
+        (np.array(job.src_blocks, dtype=np.int64), source, "source"),
+        (np.array(job.dst_blocks, dtype=np.int64), target, "target"),
+    )
+    for ids, regions, what in sides:
         size = min((region.shape[0] for region in regions.values()), default=0)
-        if blocks and not (min(blocks) >= 0 and max(blocks) < size):
-            raise CopyError(f"{what} blocks {min(blocks)}..{max(blocks)} are outside 0..{size - 1}")
+        if ids.size and not (ids.min() >= 0 and ids.max() < size):
+            raise CopyError(f"{what} blocks {ids.min()}..{ids.max()} are outside 0..{size - 1}")
+    return sides[0][0], sides[1][0]
 
 
 def bytes_per_block(regions: Regions) -> int:

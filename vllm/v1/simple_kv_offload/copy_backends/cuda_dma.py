@@ -19,7 +19,7 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
     RegionCopyBackend,
     Regions,
     WaitEvent,
-    check_blocks,
+    checked_ids,
 )
 from vllm.v1.simple_kv_offload.copy_backends.cuda_gather import SmallBlocks, names_of_small, only
 from vllm.v1.simple_kv_offload.copy_backends.lane import CopyLane
@@ -173,7 +173,7 @@ def _issuer(device: torch.device, stream: torch.cuda.Stream, copies: Copies) -> 
         result = job.result
         assert isinstance(result, DeviceCopyResult)
         torch.cuda.set_device(device)
-        check_blocks(job, copies.source, copies.target)
+        checked_ids(job, copies.source, copies.target)
         with result.guard:
             if result.query():
                 return

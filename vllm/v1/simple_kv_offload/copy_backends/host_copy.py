@@ -6,9 +6,7 @@ Owns the inner loop that the inline and the threaded backend share. Layer L6.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from vllm import _custom_ops as ops
@@ -16,7 +14,7 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
     CopyJob,
     Regions,
     bytes_per_block,
-    check_blocks,
+    checked_ids,
 )
 
 # One guarded piece: long enough that taking the interpreter lock in between costs nothing, short enough to give up soon.
@@ -62,9 +60,8 @@ class HostCopier:
         source, target = self._device_regions, self._tier_regions
         if not job.is_store:
             source, target = target, source
-        check_blocks(job, source, target)
+        source_ids, target_ids = map(torch.from_numpy, checked_ids(job, source, target))
         pairs = [(source[name], target[name]) for name in source]
-        source_ids, target_ids = _ids(job.src_blocks), _ids(job.dst_blocks)
         for start in range(0, len(job.src_blocks), self._blocks_per_piece):
             piece = slice(start, start + self._blocks_per_piece)
             with job.result.guard:
@@ -75,10 +72,6 @@ class HostCopier:
                     ops.copy_blocks(
                         to_region, from_region, target_ids[piece], source_ids[piece], self._threads
                     )
-
-
-def _ids(blocks: Sequence[int]) -> torch.Tensor:
-    return torch.from_numpy(np.array(blocks, dtype=np.int64))
 
 
 def _check_region(region: torch.Tensor) -> None:
