@@ -121,7 +121,7 @@ VARIABLES: dict[str, EnvVar] = {
     "PYTHONHASHSEED": EnvVar(str, None, "Root of the block hash chain, so that processes agree."),
 }
 
-_NO_DP = "several replicas are several servers here"
+_NO_DP = "one server starts all replicas (--data-parallel-size)"
 _NO_MEDIA = "the engine fetches no media"
 _NO_COMPILE = "models run as they are written, nothing is compiled"
 _NO_USAGE = "the engine reports its use to nobody"
