@@ -253,9 +253,9 @@ class Rig:
         assert result is not None
         self._collect(self.scheduler.update_from_output(output, result))
 
-    def fail_step(self) -> SchedulerOutput:
-        """A step whose execution raises before the forward."""
-        output = self.scheduler.schedule()
+    def fail_step(self, scheduled: SchedulerOutput | None = None) -> SchedulerOutput:
+        """A step whose execution raises before the forward, scheduled now or earlier."""
+        output = self.scheduler.schedule() if scheduled is None else scheduled
         self.steps.append(output)
         self._follow(output)
         for active in self.workers:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from tests.sim.encoder import ENCODER_MUTANTS
 from tests.sim.kinds import KIND_MUTANTS
+from tests.sim.mutants_drafts import DRAFT_MUTANTS
 from tests.sim.mutants_outside import OUTSIDE_MUTANTS
 from tests.sim.mutants_policy import POLICY_MUTANTS
 from tests.sim.mutants_sched import SCHED_MUTANTS
@@ -384,6 +385,7 @@ MUTANTS: dict[str, Mutant] = {
     "places are never left": replaced(BlockRetention, "leave", places_are_never_left),
     **ENCODER_MUTANTS,
     **KIND_MUTANTS,
+    **DRAFT_MUTANTS,
     **OUTSIDE_MUTANTS,
     **POLICY_MUTANTS,
     **SCHED_MUTANTS,

@@ -248,7 +248,7 @@ def _with_drafts(params: SimParams) -> SimParams:
     fixed = any(isinstance(spec, MambaSpec | CircularBufferSpec) for spec in params.specs)
     if params.seed in BEFORE_ALL_KINDS and (fixed or params.pipeline_stages > 1):
         return params
-    if rng.random() >= (0.4 if fixed else 0.2):
+    if rng.random() >= (0.6 if fixed else 0.25):
         return params
     count, eagle = rng.choice((1, 2, 3)), rng.random() < 0.4
     specs = tuple(_with_draft_rows(spec, count, params.ring_ratio) for spec in params.specs)

@@ -6,7 +6,7 @@ Owns cursors, leases of stores and the ledger. It must not know loads, lookups o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.v1.core.block_hash import BlockHashWithGroupId, get_block_hash
@@ -75,6 +75,9 @@ class StoreSide:
             settings.prompt_only,
             ReuseFilter(settings.store_threshold, settings.max_tracker_size),
         )
+        # When a request ends, its blocks are copied although a step in flight may be to compute them for another: the
+        # copy comes after that step, and gets no key if the step fails.
+        self._stores_at_end = replace(self.stores, unsettled=Unsettled((), settings.hash_block_size))
         self.find_endangered = bind_find_endangered(self.stores)
         if not settings.is_eager:
             device.keep_order()
@@ -308,16 +311,15 @@ class StoreSide:
         state = self.states.get(request.request_id)
         self._offer(request)
         if state is not None:
-            self._leave_behind(request, confirmed_tokens(request))
-            self.unsettled.results_came()
+            stores = self._stores_at_end
             chosen = self.new_selection(state)
             if len(block_ids) == self._num_groups and any(block_ids):
-                advance = select_new(self.stores, state, block_ids, self._stable, chosen)
+                advance = select_new(stores, state, block_ids, self._stable, chosen)
                 ends = [cursor + step for cursor, step in zip(state.num_stored_blocks, advance, strict=True)]
-                select_tail(self.stores, state, block_ids, self._positional_ends(ends), chosen)
+                select_tail(stores, state, block_ids, self._positional_ends(ends), chosen)
                 if self.stores.reuse.is_on:
                     # States that it has found here were handed over when they were not wanted yet.
-                    select_idle(self.stores, request, request.num_tokens, self._unstable, chosen)
+                    select_idle(stores, request, request.num_tokens, self._unstable, chosen)
                 self._count_left_out(request, ends, chosen)
             self.plan(chosen.candidates, request.request_id)
         self.forget_request(request.request_id)

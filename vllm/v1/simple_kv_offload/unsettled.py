@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from vllm.v1.core.block_hash import (
-    BlockHash,
-    BlockHashWithGroupId,
-    get_block_hash,
-    make_block_hash_with_group_id,
-)
+from vllm.v1.core.block_hash import BlockHashWithGroupId, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 
@@ -48,11 +43,7 @@ def unsettled_ranges(
 
 
 class Unsettled:
-    """A key is in it while its content must not be stored.
-
-    `settle` finds out all keys, once per step. When requests end, results have been processed since: then the few keys
-    that are asked for are looked at again by themselves, however many requests end.
-    """
+    """A key is in it while its content must not be stored for a request that goes on."""
 
     def __init__(self, group_ids: Sequence[int], unit: int) -> None:
         self.keys: set[BlockHashWithGroupId] = set()
@@ -62,27 +53,18 @@ class Unsettled:
         self._computing: dict[str, tuple[int, int]] = {}
         # What ended or preempted requests left behind, with the step from which on it is settled.
         self._left_behind: list[tuple[int, set[BlockHashWithGroupId]]] = []
-        self._left_keys: set[BlockHashWithGroupId] = set()
-        self._requests: Mapping[str, Request] = {}
-        # Which requests were to compute the keys, and where in their chain; None until somebody asks.
-        self._owners: dict[BlockHash, list[tuple[Request, int]]] | None = None
-        self._is_current = True
 
     def settle(self, requests: Mapping[str, Request], scheduled: Mapping[str, int], step: int) -> None:
         """Find out anew what steps in flight, and this one, which is being built, are still to compute."""
         unit = self._unit
         self.keys.clear()
-        self._left_keys.clear()
-        self._owners, self._is_current = None, True
-        self._requests = requests
         self._computing = unsettled_ranges(requests.values(), scheduled, unit)
         for request_id, (start, end) in self._computing.items():
             self.keys.update(prefix_keys(requests[request_id], self._group_ids, unit, start, end))
         if self._left_behind:
             self._left_behind = [entry for entry in self._left_behind if entry[0] > step]
             for _, keys in self._left_behind:
-                self._left_keys |= keys
-            self.keys |= self._left_keys
+                self.keys |= keys
 
     def leave_behind(self, request: Request, num_confirmed: int, until_step: int) -> None:
         """The request lets go of its blocks; what its steps in flight were to compute stays unsettled with them."""
@@ -90,35 +72,7 @@ class Unsettled:
         keys = set(prefix_keys(request, self._group_ids, self._unit, max(start, num_confirmed), end))
         if keys:
             self._left_behind.append((until_step, keys))
-            self._left_keys |= keys
             self.keys |= keys
 
-    def results_came(self) -> None:
-        """Steps may have been processed since `settle`."""
-        self._is_current = False
-
     def __contains__(self, key: BlockHashWithGroupId) -> bool:
-        if key not in self.keys:
-            return False
-        return self._is_current or key in self._left_keys or self._is_in_flight(key)
-
-    def _is_in_flight(self, key: BlockHashWithGroupId) -> bool:
-        unit, owners = self._unit, self._index_owners().get(get_block_hash(key), [])
-        while owners:
-            request, place = owners[-1]
-            computed = request.num_computed_tokens
-            start = computed - max(request.num_output_placeholders, request.num_in_flight_tokens)
-            if start // unit <= place < computed // unit:
-                return True
-            owners.pop()  # for good: until the next `settle` requests only get on
-        return False
-
-    def _index_owners(self) -> dict[BlockHash, list[tuple[Request, int]]]:
-        if self._owners is None:
-            self._owners = {}
-            for request_id, (start, end) in self._computing.items():
-                request = self._requests[request_id]
-                first = start // self._unit
-                for place, block_hash in enumerate(request.block_hashes[first : end // self._unit], first):
-                    self._owners.setdefault(block_hash, []).append((request, place))
-        return self._owners
+        return key in self.keys
