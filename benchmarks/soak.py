@@ -337,7 +337,7 @@ class Soak:
         """With no request left: figures add up, no block is held, events and caches say the same."""
         stats = await self._quiet_stats(client)
         metrics = read_metrics((await client.get("/metrics")).text)
-        for fault in check_stats(stats) + check_metrics(metrics):
+        for fault in check_stats(stats) + check_metrics(metrics, stats["tiers"]):
             self.tally.fault(fault)
         self.tally.counts["quiet checks"] += 1
         reply = await client.post("/reset_prefix_cache", params={"reset_external": "true"})

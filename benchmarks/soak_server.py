@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,8 @@ def check_stats(stats: dict[str, Any]) -> list[str]:
     return faults
 
 
-def check_metrics(metrics: dict[str, float]) -> list[str]:
-    """What does not add up on a quiet server."""
+def check_metrics(metrics: dict[str, float], tiers: Sequence[dict[str, Any]]) -> list[str]:
+    """What does not add up on a quiet server; ``tiers`` are those of `/kv_cache/stats`."""
     faults = []
     usage = metrics["vllm:kv_cache_usage_perc"]
     if usage != 0:
@@ -190,4 +191,11 @@ def check_metrics(metrics: dict[str, float]) -> list[str]:
     cached = metrics.get("vllm:prompt_tokens_cached_total", 0.0)
     if cached > prompt:
         faults.append(f"metrics: {cached} cached of {prompt} prompt tokens")
+    by_tier = metrics.get("vllm:prompt_tokens_cached_by_source_total", 0.0)
+    below = metrics.get("vllm:simple_kv_offload_tier_hit_tokens_total", 0.0)
+    reported = {tier["tier"]: tier["tokens_reported"] for tier in tiers}
+    if not (by_tier == cached == sum(reported.values())):
+        faults.append(f"metrics: {cached} cached tokens, by tier {by_tier}, reported {reported}")
+    if below != sum(tokens for tier, tokens in reported.items() if tier != "device"):
+        faults.append(f"metrics: {below} hits below the device, reported {reported}")
     return faults

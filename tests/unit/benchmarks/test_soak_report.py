@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.soak_report import Life, Tally, finish, memory_verdict
-from benchmarks.soak_server import KEPT, TIERS, Knobs, check_stats
+from benchmarks.soak_server import KEPT, TIERS, Knobs, check_metrics, check_stats
 from vllm.v1.simple_kv_offload.options import parse_options
 
 
@@ -85,6 +85,38 @@ def test_what_is_wrong_with_an_idle_server_is_told(part: str, changes: dict[str,
     faults = check_stats(stats)
     assert len(faults) == 1
     assert word in faults[0]
+
+
+SUMS = {
+    "vllm:kv_cache_usage_perc": 0.0,
+    "vllm:prompt_tokens_total": 100.0,
+    "vllm:prefix_cache_hits_total": 50.0,
+    "vllm:prefix_cache_queries_total": 120.0,
+    "vllm:external_prefix_cache_hits_total": 20.0,
+    "vllm:external_prefix_cache_queries_total": 70.0,
+    "vllm:prompt_tokens_cached_total": 48.0,
+    "vllm:prompt_tokens_cached_by_source_total": 48.0,
+    "vllm:simple_kv_offload_tier_hit_tokens_total": 16.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("", 0, ""),
+        ("vllm:kv_cache_usage_perc", 0.1, "usage"),
+        ("vllm:prompt_tokens_total", 40, "cached of"),
+        ("vllm:prompt_tokens_cached_by_source_total", 64, "by tier 64"),
+        ("vllm:prompt_tokens_cached_total", 64, "64 cached tokens"),
+        ("vllm:simple_kv_offload_tier_hit_tokens_total", 32, "below the device"),
+        ("vllm:external_prefix_cache_hits_total", 71, "external_prefix_cache"),
+    ],
+)
+def test_what_does_not_add_up_is_told(name: str, value: float, word: str) -> None:
+    tiers = [{"tier": "device", "tokens_reported": 32}, {"tier": "host", "tokens_reported": 16}]
+    faults = check_metrics({**SUMS, name: value}, tiers)
+    assert len(faults) == (word != "")
+    assert all(word in fault for fault in faults)
 
 
 @pytest.mark.parametrize("tier", TIERS)
