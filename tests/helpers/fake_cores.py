@@ -137,7 +137,7 @@ class FakeCores:
                 1.0, None, None, False, False, None,
             )  # fmt: skip
             self.cores.append(FakeCore(cores, index, ready, lambda *args: self.answer(*args)))
-            cores.resolved[cores.identities[index]] = {"block_size": 16 + index}
+            cores.resolved[cores.identities[index]] = {"num_gpu_blocks": 9 - index}
         return cores, None
 
     def _ready(self, cores: CoreProcesses, socket: None) -> None:

@@ -239,9 +239,9 @@ async def test_a_length_that_all_cores_can_serve(fakes: FakeCores) -> None:
     assert config.model_config is not None
     client = AsyncMPClient(config, UniProcExecutor, False)
     assert config.model_config.max_model_len == 48
-    assert config.cache_config.block_size == 16, "the first core's"
+    assert config.cache_config.num_gpu_blocks == 8, "what both have"
     assert [ready.max_model_len for ready in client.readies] == [80, 48]
-    assert client.resolved == [{"block_size": 16}, {"block_size": 17}]
+    assert client.resolved == [{"num_gpu_blocks": 9}, {"num_gpu_blocks": 8}]
     client.shutdown(timeout=1.0)
 
 

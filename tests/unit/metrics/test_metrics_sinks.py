@@ -336,6 +336,18 @@ def test_met_04_a_broken_sink_is_reported_once_and_disturbs_nothing(lines: list[
     assert broken.calls == 3
 
 
+def test_each_engines_line_has_its_own_sizes(lines: list[tuple[int, str]]) -> None:
+    resolved = [{"num_gpu_blocks": 77, "block_size": 16}, {"num_gpu_blocks": 78, "block_size": 16}]
+    manager = StatLoggerManager(engine_config(), [0, 1], None, Hand(), resolved)
+    manager.log_engine_initialized()
+    manager.close()
+    told = [message for _, message in lines if "KV cache blocks" in message]
+    assert told == [
+        "Engine 000: 77 KV cache blocks of 16 tokens.",
+        "Engine 001: 78 KV cache blocks of 16 tokens.",
+    ]
+
+
 def test_lines_are_due_by_the_clock(lines: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "5")
     clock = Hand()

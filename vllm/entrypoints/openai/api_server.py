@@ -377,7 +377,7 @@ async def _what_is_served(engine: Any) -> str:
     config = engine.vllm_config
     parts = [f"model {_model_paths(config.model_config)[0].name}"]
     cache, replicas = config.cache_config, config.parallel_config.data_parallel_size
-    each = f" in each of {replicas} replicas" if replicas > 1 else ""
+    each = f" (at least) in each of {replicas} replicas" if replicas > 1 else ""
     if cache.kv_cache_size_tokens:
         parts.append(f"KV cache of {cache.kv_cache_size_tokens} tokens{each}")
     if cache.simple_cpu_offload_num_blocks:

@@ -59,8 +59,7 @@ class AsyncMPClient:
     @property
     def resolved(self) -> list[dict[str, Any]]:
         """Per core, what it has decided about its cache: fields of CacheConfig."""
-        cores = self._connection.cores
-        return [cores.resolved[identity] for identity in cores.identities]
+        return self._connection.resolved
 
     @property
     def dead_error(self) -> Exception | None:

@@ -78,8 +78,10 @@ class AsyncLLM(AsyncControl):
         self.logger_manager: StatLoggerManager | None = None
         if log_stats:
             engines = list(range(self.engine_core.num_cores))
-            self.logger_manager = StatLoggerManager(vllm_config, engines, stat_loggers)
-            self.logger_manager.log_engine_initialized(self.engine_core.resolved)
+            self.logger_manager = StatLoggerManager(
+                vllm_config, engines, stat_loggers, resolved=self.engine_core.resolved
+            )
+            self.logger_manager.log_engine_initialized()
         self._finalizer = weakref.finalize(self, self.engine_core.shutdown)
 
     def _open_front_end(self) -> None:

@@ -65,7 +65,8 @@ class SocketConnection:
         except BaseException:
             self.close(timeout=1.0)
             raise
-        apply_resolved_settings(vllm_config, self.cores.resolved[self.cores.identities[0]], self.readies)
+        self.resolved = [self.cores.resolved[identity] for identity in self.cores.identities]
+        apply_resolved_settings(vllm_config, self.resolved, self.readies)
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self.context.socket(kind)

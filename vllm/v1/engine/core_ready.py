@@ -76,11 +76,12 @@ def resolved_settings(config: VllmConfig) -> dict[str, Any]:
 
 
 def apply_resolved_settings(
-    config: VllmConfig, resolved: dict[str, Any], readies: Sequence[EngineCoreReadyResponse]
+    config: VllmConfig, of_all: Sequence[dict[str, Any]], readies: Sequence[EngineCoreReadyResponse]
 ) -> None:
-    """Take the decisions of the cores over into the front end's configuration: the first one's sizes, and a length that
-    all of them can serve.
+    """Take the decisions of the cores over into the front end's configuration: what the one with the smallest cache has,
+    the others have too, and a length that all of them can serve.
     """
+    resolved = min(of_all, key=lambda values: values.get("num_gpu_blocks") or 0)
     for name in RESOLVED_CACHE_FIELDS:
         setattr(config.cache_config, name, resolved.get(name))
     if config.model_config is not None:

@@ -6,6 +6,7 @@ never disturbs what it measures.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -138,7 +139,10 @@ class LoggingStatLogger(StatLoggerBase):
 
 
 class StatLoggerManager:
-    """Feeds the log line, Prometheus and any further sinks of all engines of a front end."""
+    """Feeds the log line, Prometheus and any further sinks of all engines of a front end.
+
+    `resolved`: per engine, the fields of its cache configuration that it has decided for itself.
+    """
 
     def __init__(
         self,
@@ -146,8 +150,10 @@ class StatLoggerManager:
         engine_idxs: list[int],
         custom_stat_loggers: list[StatLoggerFactory] | None = None,
         clock: Clock | None = None,
+        resolved: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._clock = clock or MonotonicClock()
+        self._resolved = resolved
         self._last_log = self._clock.monotonic()
         self._failed: set[str] = set()
         self.prometheus = PrometheusMetrics(vllm_config, engine_idxs)
@@ -157,8 +163,17 @@ class StatLoggerManager:
             *load_plugins_by_group(STAT_LOGGER_PLUGINS).values(),
         ]
         self.per_engine: dict[int, list[StatLoggerBase]] = {
-            index: [factory(vllm_config, index) for factory in factories] for index in engine_idxs
+            index: [factory(self._config_of(vllm_config, index), index) for factory in factories]
+            for index in engine_idxs
         }
+
+    def _config_of(self, vllm_config: VllmConfig, index: int) -> VllmConfig:
+        if index >= len(self._resolved):
+            return vllm_config
+        config = copy.copy(vllm_config)
+        config.cache_config = copy.copy(vllm_config.cache_config)
+        vars(config.cache_config).update(self._resolved[index])
+        return config
 
     def record(
         self,
@@ -193,9 +208,9 @@ class StatLoggerManager:
         if self._clock.monotonic() - self._last_log >= envs.VLLM_LOG_STATS_INTERVAL:
             self.log()
 
-    def log_engine_initialized(self, resolved: Sequence[Mapping[str, Any]] = ()) -> None:
-        """The engines are ready. `resolved`: what each decided about its cache. Never raises."""
-        self._guard("prometheus", lambda: self.prometheus.record_cache_config(resolved))
+    def log_engine_initialized(self) -> None:
+        """The engines are ready. Never raises."""
+        self._guard("prometheus", lambda: self.prometheus.record_cache_config(self._resolved))
         self._each(lambda sink: sink.log_engine_initialized())
 
     def close(self) -> None:
