@@ -37,6 +37,7 @@ from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.lookup import Promises
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.store_side import StoreSide
+from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import StoreTable, Transfer
 
 
@@ -341,6 +342,36 @@ def _hole_in_what_is_stored(original: Any) -> Any:
     return plan
 
 
+def _load_while_storing() -> AbstractContextManager[object]:
+    """A load picks slots into which stores are still copying."""
+    plan, find = StoreSide.plan, Tier.find
+    sides: dict[int, StoreSide] = {}
+
+    def remember(self: Any, *args: Any, **more: Any) -> None:
+        sides[id(self._tier)] = self
+        plan(self, *args, **more)
+
+    def find_running(self: Any, *args: Any) -> Any:
+        index = self.pool.cached_block_hash_to_block
+        running = sides[id(self)].table.transfers if id(self) in sides and self.shared is None else ()
+        added = []
+        for transfer in running:
+            for slot, keys in zip(transfer.tier_blocks, transfer.keys, strict=True):
+                added += [(staged.key, slot) for staged in keys if not self.contains(staged.key)]
+        for key, slot in added:
+            index.insert(key, slot)
+        try:
+            return find(self, *args)
+        finally:
+            for key, slot in added:
+                index.pop(key, slot.block_id)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(StoreSide, "plan", remember))
+    stack.enter_context(patch.object(Tier, "find", find_running))
+    return stack
+
+
 def _goes_idle_too_early(original: Any) -> Any:
     """OFF-20: the engine stops stepping although copies are under way."""
     del original
@@ -402,6 +433,7 @@ MUTANTS: dict[str, Mutant] = {
     "double an event": replaced(BlockIndex, "_report_removed", _double_an_event),
     "late consumers are told less": replaced(BlockIndex, "present_events", _late_consumers_are_told_less),
     "wrong parent": replaced(BlockIndex, "_report_run", _wrong_parent),
+    "load while storing": _load_while_storing,
     "leak on deferral": replaced(Promises, "withdraw", _leak_on_deferral),
     "failed store counts as done": replaced(StoreSide, "report", _failed_store_counts_as_done),
     "one rank is enough": replaced(StoreTable, "__init__", _one_rank_is_enough),

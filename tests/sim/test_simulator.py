@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.sim.marks import MARKS
 from tests.sim.mutants import MUTANTS
 from tests.sim.shrink import REGRESSIONS, load
 
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "design" / "architecture.md"
 TICKS = 300
 SEEDS = 500
 MUTANT_SEEDS = 100
@@ -47,6 +49,18 @@ def test_planted_bugs_are_caught(name: str) -> None:
     assert first_failure(range(MUTANT_SEEDS), TICKS, name) is not None, (
         f"{name} survived {MUTANT_SEEDS} seeds"
     )
+
+
+def test_the_bugs_and_marks_that_the_architecture_names_are_there() -> None:
+    text = " ".join(ARCHITECTURE.read_text().split())
+    bugs = re.search(r"`mutants\*\.py` plant at least 12 bugs: (.*?)\. Each must", text)
+    marks = re.search(r"`marks\.py` names rare situations \((.*?)\)", text)
+    assert bugs is not None
+    assert marks is not None
+    named = bugs[1].split("; ")
+    assert len(set(named)) >= 12
+    assert set(named) <= MUTANTS.keys()
+    assert set(marks[1].split(", ")) <= MARKS
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tests.sim.content import NONSENSE, Chain, guess_tokens, next_token, root
 from tests.sim.copy_worker import CopyWorker, FaultDraw, Step
 from tests.sim.device import Rows, forward
+from tests.sim.drafts import DraftMarks
 from tests.sim.failure import require
 from tests.sim.kept_rows import KeptRows
 from tests.sim.kinds import mark_kinds
@@ -52,6 +53,7 @@ class SimWorker(CopyWorker):
         self.groups = self.rank_groups[0]
         """Those of the first rank, for what is the same on all."""
         self.requests: dict[str, WorkerRequest] = {}
+        self._draft_marks = DraftMarks(marks)
         self.ghosts: set[str] = set()
         """Requests whose step failed: what later steps compute for them is void."""
         self._replay_tokens = max((s.prefix_replay_tokens for s in params.specs), default=0)
@@ -106,7 +108,9 @@ class SimWorker(CopyWorker):
             self.requests.pop(request_id, None)
             self.ghosts.discard(request_id)
         for request_id in output.preempted_req_ids or ():
-            self.requests.pop(request_id, None)
+            preempted = self.requests.pop(request_id, None)
+            if preempted is not None and preempted.state_row:
+                self.marks.hit("preempted behind accepted drafts")
             self.ghosts.discard(request_id)
         for new in output.scheduled_new_reqs:
             self._add(new)
@@ -143,6 +147,8 @@ class SimWorker(CopyWorker):
             replay_end,
             new.num_computed_tokens,
         )
+        if new.num_computed_tokens:
+            self._draft_marks.admitted(request.chain.prints[new.num_computed_tokens], self.groups)
         request.prompt_end = len(new.prompt_token_ids or ())
         request.encoder = tuple(p for clip in new.mm_features for p in clip.prints())
 
@@ -215,6 +221,8 @@ class SimWorker(CopyWorker):
                 break
         if drafts:
             self.marks.hit("drafts refused" if len(tokens) <= len(drafts) else "drafts accepted")
+            if self.params.pipeline_stages > 1:
+                self.marks.hit("drafts beside pipeline stages")
         request.drafts = guess_tokens(request.chain.prints[-1], self.params.num_spec_tokens)
         return tokens
 
@@ -227,6 +235,7 @@ class SimWorker(CopyWorker):
                     for group in groups:
                         group.accept(memory, rows, num_accepted)
             request.state_end, request.state_row = rows.counted_end, num_accepted
+            self._draft_marks.accepted(rows, num_accepted, self.groups)
 
     @staticmethod
     def drafts_after(step: Step) -> DraftTokenIds:

@@ -9,7 +9,7 @@ from typing import Any
 from tests.sim.content import ALPHABET, Chain, expected_output, root
 from tests.sim.encoder import Clip, Clips
 from tests.sim.grammar import Constraints, constraint_of
-from tests.sim.params import SimParams
+from tests.sim.params import BEFORE_ALL_KINDS, SimParams
 from tests.sim.retention import Hints
 from vllm.kv_retention import EXTRA_ARG
 from vllm.lora.request import LoRARequest
@@ -105,6 +105,9 @@ class Workload:
         )
         truth.chain = Chain(root(*truth.identity), list(prompt))
         truth.output = expected_output(truth.chain, truth.max_tokens, params.max_model_len, truth.ignore_eos)
+        if params.num_spec_tokens and params.seed not in BEFORE_ALL_KINDS:
+            # Second turns go on from what drafts have left behind.
+            self._history.append([*prompt, *truth.output][: params.max_model_len - 1])
         return truth
 
     def _prompt(self, rng: random.Random, longest: int) -> list[int]:

@@ -252,6 +252,8 @@ def _with_drafts(params: SimParams) -> SimParams:
         return params
     count, eagle = rng.choice((1, 2, 3)), rng.random() < 0.4
     specs = tuple(_with_draft_rows(spec, count, params.ring_ratio) for spec in params.specs)
+    if fixed and rng.random() < 0.6:
+        params = replace(params, retention=None)  # states are kept that no prompt ends with
     return fit(replace(params, specs=specs, num_spec_tokens=count, eagle=eagle))
 
 
