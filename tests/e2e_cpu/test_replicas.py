@@ -101,3 +101,17 @@ def test_two_replicas_of_one_server_share_a_pool_and_their_end(tiny_llama: Path,
     _, alive = psutil.wait_procs(list(cores.values()), timeout=10)
     assert not alive
     assert not list(Path("/dev/shm").glob(f"vllm-kv-*-{pool}-*"))
+
+
+def test_replicas_end_with_their_front_end_however_it_ends(tiny_llama: Path) -> None:
+    pool = f"e2e-dp-end-{os.getpid()}"
+    flags = offload_flags(CPU_POOL_BYTES, shared_pool=pool)
+    for number, status in ((signal.SIGTERM, 0), (signal.SIGKILL, -9)):
+        with serve(tiny_llama, "-dp", "2", *flags, "--max-model-len", "1024") as server:
+            cores = list(cores_of(server).values())
+            assert len(cores) == 2
+            server.process.send_signal(number)
+            assert server.process.wait(20) == status
+            _, alive = psutil.wait_procs(cores, timeout=15)
+            assert not alive
+            assert not list(Path("/dev/shm").glob(f"vllm-kv-*-{pool}-*"))

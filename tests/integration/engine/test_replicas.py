@@ -250,7 +250,7 @@ async def test_all_replicas_answer_what_the_engine_is_asked(engine: AsyncLLM) ->
     assert answer(first) == answer(second)
 
 
-async def test_each_replica_tells_its_events_on_a_port_of_its_own(
+async def test_evt_09_each_replica_tells_its_events_on_a_port_of_its_own(
     engine: AsyncLLM, listener: Listener
 ) -> None:
     sources = await engine.get_kv_event_sources()
