@@ -32,9 +32,10 @@ KINDS: dict[str, tuple[list[KVCacheSpec], int, int]] = {
     "one head for all": ([ALIKE], 4, 1),
     "a head for each": ([SPLIT], 2, 2),
     "two heads on four ranks": ([heads(full(), 2)], 4, 2),
-    "states split, attention not": ([ALIKE, mamba()], 2, 2),
-    "states alike, attention split": ([SPLIT, replace(mamba(), tp_replicated=True)], 3, 3),  # type: ignore[call-arg]
-    "windows split, attention not": ([heads(window(), None), ALIKE], 2, 2),
+    "states split, attention not": ([ALIKE, mamba()], 2, 1),
+    "states alike, attention split": ([SPLIT, replace(mamba(), tp_replicated=True)], 3, 1),  # type: ignore[call-arg]
+    "windows split, attention not": ([heads(window(), None), ALIKE], 2, 1),
+    "two heads on four ranks, states split": ([heads(full(), 2), mamba()], 4, 2),
 }
 
 

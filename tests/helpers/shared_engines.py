@@ -29,9 +29,11 @@ def key_of(number: int, group: int = 0) -> BlockHashWithGroupId:
     return make_block_hash_with_group_id(BlockHash(hashlib.sha256(b"%d" % number).digest()), group)
 
 
-def shape(num_slots: int = 9, keys_per_slot: int = 2, digest: bytes = b"d" * 32) -> SegmentShape:
+def shape(
+    num_slots: int = 9, keys_per_slot: int = 2, digest: bytes = b"d" * 32, max_width: int = 1
+) -> SegmentShape:
     """A small segment."""
-    return SegmentShape(digest, num_slots, keys_per_slot, ROW_BYTES)
+    return SegmentShape(digest, num_slots, keys_per_slot, ROW_BYTES, max_width=max_width)
 
 
 @dataclass
@@ -57,6 +59,7 @@ class MiniEngine:
     clock: Clock = field(default_factory=StepClock)
     events: bool = False
     engine_id: str | None = None
+    widths: tuple[int, ...] = ()
     stores: list[tuple[Lease, BlockHashWithGroupId]] = field(default_factory=list)
     reads: list[tuple[Lease, BlockHashWithGroupId]] = field(default_factory=list)
 
@@ -69,7 +72,7 @@ class MiniEngine:
             patience_s=60.0,
             grace_s=0.0,
         )
-        self.pool = SharedPool(self.segment, 16, enable_kv_cache_events=self.events)
+        self.pool = SharedPool(self.segment, 16, enable_kv_cache_events=self.events, widths=self.widths)
 
     def kill_after(self, num_stores: int) -> None:
         """End the engine at a store into the shared table: that one and all later ones do not happen."""
@@ -105,24 +108,31 @@ class MiniEngine:
 
     # Bytes
 
+    def slots_of(self, slot: int) -> tuple[int, ...]:
+        """The slots of the block that has its keys in this one, which this engine has held or seen."""
+        return (slot, *self.pool.wide.companions(slot))
+
     def _rows(self, slot: int) -> list[tuple[int, int]]:
         starts = self.size.region_starts
-        return [(starts[i] + slot * size, size) for i, size in enumerate(ROW_BYTES)]
+        slots = self.slots_of(slot)
+        return [(starts[i] + own * size, size) for own in slots for i, size in enumerate(ROW_BYTES)]
 
     def fill(self, slot: int, key: bytes, parts: int = 1) -> None:
         """Write the bytes that belong to a key, in several pieces."""
-        for start, size in self._rows(slot):
-            content = _content(key, size)
+        for number, (start, size) in enumerate(self._rows(slot)):
+            content = _content(key, size, number)
             step = -(-size // parts)
             for offset in range(0, size, step):
                 piece = content[offset : offset + step]
                 self.segment.data[start + offset : start + offset + len(piece)] = piece
 
     def check(self, slot: int, key: bytes) -> None:
-        """The slot holds exactly the bytes of the key."""
-        for start, size in self._rows(slot):
+        """The slot holds exactly the bytes of the key, and so do its companions."""
+        for number, (start, size) in enumerate(self._rows(slot)):
             found = self.segment.data[start : start + size]
-            assert found == _content(key, size), f"slot {slot} does not hold the bytes of {key.hex()[:8]}"
+            assert found == _content(key, size, number), (
+                f"piece {number} of slot {slot} does not hold the bytes of {key.hex()[:8]}"
+            )
 
     # What engines do
 
@@ -132,9 +142,11 @@ class MiniEngine:
         with pool:
             if pool.cached_block_hash_to_block.get_one_block(key) is not None or pool.is_expected(key):
                 return False
-            if any(key == own for _, own in self.stores) or pool.get_num_free_blocks() == 0:
+            if any(key == own for _, own in self.stores):
                 return False
-            (block,) = pool.get_new_blocks(1)
+            if pool.get_num_free_blocks() < pool.wide.width(key):
+                return False
+            (block,) = pool.get_blocks_for([key])
             pool.announce(block, ((key, 16),))
             self.stores.append((Lease.adopt(pool, [block], "store"), key))
         return True
@@ -194,7 +206,8 @@ class MiniEngine:
 
     def random_step(self, rng: random.Random, num_keys: int) -> str:
         """One of the things above."""
-        choice, key = rng.random(), key_of(rng.randrange(num_keys))
+        choice, number = rng.random(), rng.randrange(num_keys)
+        key = key_of(number, number % max(1, len(self.widths)))
         if self.stores and choice < 0.35:
             self.finish(rng.randrange(len(self.stores)), ok=rng.random() < 0.9)
             return "finish"
@@ -212,17 +225,24 @@ class MiniEngine:
         return "stage" if self.stage(key) else "no room"
 
 
-def _content(key: bytes, size: int) -> bytes:
-    return (hashlib.sha256(key).digest() * (size // 32 + 1))[:size]
+def _content(key: bytes, size: int, number: int) -> bytes:
+    return (hashlib.sha256(b"%d" % number + key).digest() * (size // 32 + 1))[:size]
 
 
-def hammer(path: Path, size: SegmentShape, seed: int, steps: int | None, report: Path | None = None) -> None:
+def hammer(
+    path: Path,
+    size: SegmentShape,
+    seed: int,
+    steps: int | None,
+    report: Path | None = None,
+    widths: tuple[int, ...] = (),
+) -> None:
     """A process's life: random steps, each piece of content written slowly. Ends with `AssertionError` for wrong bytes.
 
     ``report`` receives one line: what was done how often.
     """
     rng = random.Random(seed)
-    engine = MiniEngine(path, size, MonotonicClock())
+    engine = MiniEngine(path, size, MonotonicClock(), widths=widths)
     counts: Counter[str] = Counter()
     fill = engine.fill
     engine.fill = lambda slot, key, parts=7: fill(slot, key, parts)  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from tests.sim.device import Page
 from tests.sim.events import Consumer, Residency
 from tests.sim.failure import SimFailure, require
 from tests.sim.outside import ShelfManager, ToldPool
+from tests.sim.rank_memory import slots_of
 from tests.sim.retention import check_retention
 from tests.sim.run import Run
 from vllm.distributed.kv_event_types import BlockStored
@@ -285,7 +286,8 @@ def _told(view: PoolView) -> PoolView:
 
 def _shared_view(run: Run, pool: BlockPool) -> PoolView:
     """The shared pool as it is now, not as this engine saw it last; what both engines write is apart."""
-    targets = {block.block_id for t in run.store_transfers() if not t.ended for block in t.tier_blocks}
+    blocks = [block.block_id for t in run.store_transfers() if not t.ended for block in t.tier_blocks]
+    targets = {slot for block_id in blocks for slot in slots_of(pool, block_id)}
     both = targets & run.other_engine().staged_slots()
     require(not both, "I3", f"host blocks {sorted(both)} are stored into by two engines")
     return view("host", run.observer())
@@ -316,7 +318,7 @@ def check_tier_contents(run: Run, views: Sequence[PoolView]) -> None:
             if run.worker.groups[get_group_id(key)].num_layers > 1:
                 run.marks.hit("page of several layers stored")
             for rank, memory in enumerate(memories):
-                page = memory.page_of(block_id, get_group_id(key))
+                page = memory.page_of(slots_of(view.pool, block_id), get_group_id(key))
                 if seen is None and page.is_lost:
                     # A new engine found it on a kept disk before the one that was killed had heard of the damage.
                     run.marks.hit("damage found again")

@@ -94,10 +94,10 @@ class Memory:
         """The page of a block."""
         return self.pages[block_id]
 
-    def page_of(self, block_id: int, group: int) -> Page:
-        """The page in which this rank has a group's content of a block."""
+    def page_of(self, slots: Sequence[int], group: int) -> Page:
+        """The page in which this rank has a group's content of a block, which takes these slots."""
         del group
-        return self.page(block_id)
+        return self.page(slots[0])
 
 
 @dataclass

@@ -14,6 +14,7 @@ from tests.sim.checkers_end import check_rest
 from tests.sim.failure import SimFailure, require
 from tests.sim.run import Run
 from tests.sim.worlds import draw_params
+from vllm.utils.checks import InvariantError
 from vllm.v1.core.sched.interface import PauseState
 
 Action = tuple[str, int]
@@ -44,7 +45,11 @@ def replay(seed: int, actions: Sequence[Action]) -> Result:
 
 def _run(seed: int, ticks: int, actions: Sequence[Action] | None) -> Result:
     result = Result(seed)
-    run = Run(draw_params(seed))
+    try:
+        run = Run(draw_params(seed))
+    except InvariantError as error:
+        result.failure = SimFailure("CRASH", f"the world cannot be built: {error}")
+        return result
     try:
         chooser = run.streams.stream("driver")
         for tick in range(ticks):

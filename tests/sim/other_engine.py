@@ -15,6 +15,8 @@ from tests.helpers.shared_engines import Killed, MiniEngine
 from tests.sim.clock import SimClock
 from tests.sim.failure import require
 from tests.sim.marks import Marks
+from tests.sim.params import SimParams
+from tests.sim.rank_memory import count_parts, max_width
 from tests.sim.registry import HashRegistry
 from tests.sim.worker import SimWorker
 from vllm.v1.core.block_hash import (
@@ -33,10 +35,12 @@ KEYS_PER_SLOT = 8
 class SharedMemory:
     """The segment of one run, gone with it. Bytes are not in it: the simulator has its own."""
 
-    def __init__(self, num_slots: int, num_parts: int, clock: SimClock) -> None:
+    def __init__(self, params: SimParams, clock: SimClock) -> None:
         self._folder = TemporaryDirectory(prefix="kv-sim-")
         self.path = Path(self._folder.name) / "segment"
-        self.shape = SegmentShape(b"sim", num_slots, KEYS_PER_SLOT, (1,), num_parts)
+        self.shape = SegmentShape(
+            b"sim", params.host_blocks, KEYS_PER_SLOT, (1,), count_parts(params), max_width(params)
+        )
         self.clock = clock
 
     def attach(self) -> SharedSegment:
@@ -49,7 +53,7 @@ class SharedMemory:
 
 
 class OtherEngine(MiniEngine):
-    """See the module. `sizes`: tokens of a block by cacheable group."""
+    """See the module. `sizes`: tokens of a block by cacheable group; `widths`: slots of a block by group."""
 
     def __init__(
         self,
@@ -57,9 +61,10 @@ class OtherEngine(MiniEngine):
         worker: SimWorker,
         registry: HashRegistry,
         sizes: dict[int, int],
+        widths: tuple[int, ...],
         marks: Marks,
     ) -> None:
-        super().__init__(memory.path, memory.shape, memory.clock)
+        super().__init__(memory.path, memory.shape, memory.clock, widths=widths)
         self._worker, self._registry, self.sizes, self._marks = worker, registry, sizes, marks
         self._versions: dict[int, int] = {}
         self._filled_with: dict[int, int] = {}  # slot -> weights under which its content was computed
@@ -84,7 +89,7 @@ class OtherEngine(MiniEngine):
         hosts = self._worker.hosts
         for rank, memory in enumerate(hosts[: -(-len(hosts) // parts)]):
             rows = list(self._stamps(rank, key, self._filled_with[slot]).items())
-            page = memory.page_of(slot, group.group_id)
+            page = memory.page_of(self.slots_of(slot), group.group_id)
             page.bad = page.tainted = False  # what was lost there is no matter any more
             for row, stamp in rows[: max(1, len(rows) // parts)]:
                 page.write(group.group_id, group.page_rows, row, stamp)
@@ -100,7 +105,7 @@ class OtherEngine(MiniEngine):
             if rank in lost:
                 continue
             for row, stamp in self._stamps(rank, key, version).items():
-                got = memory.page_of(slot, group).read(group, row)
+                got = memory.page_of(self.slots_of(slot), group).read(group, row)
                 require(
                     got == stamp,
                     "I6",
@@ -110,11 +115,12 @@ class OtherEngine(MiniEngine):
     def _lose(self, rng: random.Random) -> None:
         """What is being read gets lost on one rank; the engine drops it when the read has ended, if it lives then."""
         lease, key = self.reads[-1]
-        rng.choice(self._worker.hosts).page_of(lease.blocks[0].block_id, get_group_id(key)).spoil()
+        slots = self.slots_of(lease.blocks[0].block_id)
+        rng.choice(self._worker.hosts).page_of(slots, get_group_id(key)).spoil()
 
     def _losers(self, slot: int, group: int) -> set[int]:
         """Ranks that find a slot's bytes lost, but not withdrawn: those nobody may find."""
-        pages = [memory.page_of(slot, group) for memory in self._worker.hosts]
+        pages = [memory.page_of(self.slots_of(slot), group) for memory in self._worker.hosts]
         return {rank for rank, page in enumerate(pages) if page.is_lost}
 
     # Reads go on over a change of weights
@@ -207,4 +213,4 @@ class OtherEngine(MiniEngine):
 
     def staged_slots(self) -> set[int]:
         """Slots that it may be writing."""
-        return {lease.blocks[0].block_id for lease, _ in self.stores}
+        return {slot for lease, _ in self.stores for slot in self.slots_of(lease.blocks[0].block_id)}

@@ -12,9 +12,11 @@ from tests.sim.device import Context, Group, Memory, Page
 from tests.sim.failure import SimFailure
 from tests.sim.kinds import layer_names, make_groups
 from tests.sim.params import SimParams
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.rank_parts import RankParts, rank_parts
+from vllm.v1.simple_kv_offload.shared_pool import SharedPool
 
 Pairs = list[tuple[int, int]]
 
@@ -34,14 +36,22 @@ def shard_of(spec: KVCacheSpec, rank: int, params: SimParams) -> int:
     return rank * heads // ranks * split + rank % split
 
 
-def count_shards(params: SimParams) -> int:
-    """Parts that a slot must have."""
-    return 1 + max(
-        shard_of(spec, rank, params)
-        for spec in params.specs
-        if spec.prefix_cacheable
-        for rank in range(params.ranks)
+def parts_of_groups(params: SimParams) -> list[int]:
+    """By cacheable group: how many different pieces its blocks have on the ranks."""
+    specs = [spec for spec in params.specs if spec.prefix_cacheable]
+    return [len({shard_of(spec, rank, params) for rank in range(params.ranks)}) for spec in specs]
+
+
+def count_parts(params: SimParams) -> int:
+    """Parts that a slot must have: blocks of no group leave some of them empty."""
+    return max(
+        n for n in range(1, params.ranks + 1) if all(parts % n == 0 for parts in parts_of_groups(params))
     )
+
+
+def max_width(params: SimParams) -> int:
+    """The slots that the widest block must have."""
+    return max(parts_of_groups(params)) // count_parts(params)
 
 
 def groups_of_ranks(params: SimParams) -> list[list[Group]]:
@@ -65,8 +75,15 @@ class PartMemory(Memory):
         self.parts = parts
         self._all, self._num_slots, self._shards = pages, num_slots, shards
 
-    def page_of(self, block_id: int, group: int) -> Page:
-        return self._all[self._shards[group] * self._num_slots + block_id]
+    def page_of(self, slots: Sequence[int], group: int) -> Page:
+        num_parts = len(self._all) // self._num_slots
+        index, part = divmod(self._shards[group], num_parts)
+        return self._all[part * self._num_slots + slots[index]]
+
+
+def slots_of(pool: BlockPool, slot: int) -> tuple[int, ...]:
+    """The slots of the block that has its keys in this one, as an engine of the pool sees it."""
+    return (slot, *pool.wide.companions(slot)) if isinstance(pool, SharedPool) else (slot,)
 
 
 def host_memories(params: SimParams) -> list[Memory]:
@@ -76,7 +93,7 @@ def host_memories(params: SimParams) -> list[Memory]:
         return [Memory(num_slots) for _ in range(params.ranks)]
     groups = [KVCacheGroupSpec(layer_names(i, spec), spec) for i, spec in enumerate(params.specs)]
     plan = KVCacheConfig(params.device_blocks, [], groups)
-    pages = Memory(count_shards(params) * num_slots).pages
+    pages = Memory(count_parts(params) * num_slots).pages
     memories: list[Memory] = []
     for rank in range(params.ranks):
         shards = [shard_of(spec, rank, params) if spec.prefix_cacheable else 0 for spec in params.specs]
@@ -90,7 +107,7 @@ def store_pairs(memory: Memory, orders: SimpleCPUOffloadMetadata) -> Pairs:
     slots = orders.store_cpu_blocks
     if not isinstance(memory, PartMemory):
         return list(zip(orders.store_gpu_blocks, slots, strict=True))
-    mine = memory.parts.to_store(orders.store_gpu_blocks, slots, orders.store_groups)
+    mine = memory.parts.to_store(orders.store_gpu_blocks, slots, orders.store_groups, orders.companions)
     return list(zip(*mine, strict=True))
 
 
@@ -98,7 +115,7 @@ def load_pairs(memory: Memory, orders: SimpleCPUOffloadMetadata) -> Pairs:
     """(row, device block) of what this rank loads."""
     rows: Sequence[int] = orders.load_cpu_blocks
     if isinstance(memory, PartMemory):
-        rows = memory.parts.rows(rows, orders.load_groups)
+        rows = memory.parts.rows(rows, orders.load_groups, orders.companions)
     return list(zip(rows, orders.load_gpu_blocks, strict=True))
 
 

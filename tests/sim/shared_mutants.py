@@ -33,8 +33,8 @@ def _holds_of_others_are_ignored(original: Any) -> Any:
 def _found_before_the_bytes_are_there(original: Any) -> Any:
     """What is announced may be hit by the others at once."""
 
-    def write(self: Any, slot: int, state: Any, keys: Any) -> None:
-        original(self, slot, SlotState.FINDABLE if state is SlotState.STAGED else state, keys)
+    def write(self: Any, slot: int, state: Any, keys: Any, companions: Any = ()) -> None:
+        original(self, slot, SlotState.FINDABLE if state is SlotState.STAGED else state, keys, companions)
 
     return write
 
@@ -86,8 +86,8 @@ def _half_a_slot_of_the_dead_is_found(original: Any) -> Any:
 def _wrong_part(_: Any) -> Any:
     """A rank finds its bytes where the first rank that it knows of has them."""
 
-    def row(self: Any, slot: int, group: int) -> int:
-        del self, group
+    def row(self: Any, slot: int, group: int, companions: Any = ()) -> int:
+        del self, group, companions
         return slot
 
     return row
@@ -141,7 +141,64 @@ def _copies_are_made_again_over_what_others_have(original: Any) -> Any:
     return lambda self, keys, now, span, limit: set()
 
 
+def _companions_are_free(original: Any) -> Any:
+    """Of a block that somebody reads or fills, others take all slots but the first."""
+
+    def write(self: Any, slot: int, has_new_content: bool) -> None:
+        original(self, slot, has_new_content)
+        if self.wide.first_of(slot) != slot:
+            self._table.write_hold(slot, False, self._stamps[slot])
+
+    return write
+
+
+def _lost_piece_goes_unnoticed(_: Any) -> Any:
+    """A block of which a companion was taken for something else is still found."""
+
+    def vacate(self: Any, slots: Any) -> None:
+        for slot in slots:
+            self.num_evicted += self._forget_keys(slot)
+
+    return vacate
+
+
+def _lost_piece_is_not_told(original: Any) -> Any:
+    """The others go on finding it."""
+
+    def vacate(self: Any, slots: Any) -> None:
+        known = dict(self._dirty)
+        original(self, slots)
+        self._dirty = known
+
+    return vacate
+
+
+def _old_content_of_companions_stays(original: Any) -> Any:
+    """What was in the further slots of a new block is still found by the others."""
+
+    def get_blocks_for(self: Any, keys: Any) -> Any:
+        taken = original(self, keys)
+        for block in taken:
+            for slot in self.wide.companions(block.block_id):
+                self._dirty[slot] = False
+        return taken
+
+    return get_blocks_for
+
+
+def _companions_in_another_order(original: Any) -> Any:
+    """An engine reads the pieces of what another one stored from each other's places."""
+    return lambda self, at: original(self, at)[::-1]
+
+
 SHARED_POOL_MUTANTS = {
+    "companions are free": _replaced(SharedPool, "_write", _companions_are_free),
+    "lost piece goes unnoticed": _replaced(SharedPool, "_vacate", _lost_piece_goes_unnoticed),
+    "lost piece is not told": _replaced(SharedPool, "_vacate", _lost_piece_is_not_told),
+    "old content of companions stays": _replaced(
+        SharedPool, "get_blocks_for", _old_content_of_companions_stays
+    ),
+    "companions in another order": _replaced(SharedSegment, "_read_companions", _companions_in_another_order),
     "copies are made again over what others have": _replaced(
         CopiedLately, "among", _copies_are_made_again_over_what_others_have
     ),

@@ -46,7 +46,8 @@ class SharedRun(RunViews):
         assert self.offload is not None
         tier = self.offload.tier
         sizes = {group: tier.coordinator.group_block_sizes[group] for group in tier.group_ids}
-        return OtherEngine(self.world.shared, self.worker, self.registry, sizes, self.marks)
+        widths = tier.geometry.slot_widths
+        return OtherEngine(self.world.shared, self.worker, self.registry, sizes, widths, self.marks)
 
     def _mark_shared(self) -> None:
         offload = self.offload
@@ -74,13 +75,19 @@ class SharedRun(RunViews):
         if not self.params.shared or self.offload is None:
             return
         if self._wanted is None:
-            self._wanted = self._not_on_the_device(self.params.host_blocks - 1)
+            self._wanted = self._not_on_the_device()
             self.store_excuse = self.store_excuse or "another engine"
         self.other_engine().insist(self._wanted)
 
-    def _not_on_the_device(self, count: int) -> list[BlockHashWithGroupId]:
+    def _not_on_the_device(self) -> list[BlockHashWithGroupId]:
         index, found = self.device_pool.cached_block_hash_to_block, []
         group, tokens = min(self.other_engine().sizes.items())
+        width = self.other_engine().widths[group]
+        count = self.params.host_blocks - 1
+        if (
+            width > 1
+        ):  # those that fit: of more, each would evict two of its own, and leave a slot empty now and then
+            count = self.other_engine().pool.get_num_free_blocks() // width
         scale = tokens // self.registry.unit
         for request in self.requests.values():
             for block_hash in request.block_hashes[scale - 1 :: scale]:
@@ -88,7 +95,7 @@ class SharedRun(RunViews):
                 is_known = bytes(block_hash) in self.registry.meanings
                 if is_known and key not in found and index.get_one_block(key) is None:
                     found.append(key)
-        return found[-count:]
+        return found[-count:] if count else []
 
     def _do_other(self, rng: random.Random) -> None:
         """Another engine of the node does something with the shared pool."""

@@ -44,7 +44,7 @@ def other(run: Run) -> OtherEngine:
 def _page(run: Run, other: OtherEngine) -> Page:
     """What the last rank reads now."""
     lease, key = other.reads[0]
-    return run.worker.hosts[LAST_RANK].page_of(lease.blocks[0].block_id, get_group_id(key))
+    return run.worker.hosts[LAST_RANK].page_of(other.slots_of(lease.blocks[0].block_id), get_group_id(key))
 
 
 def test_a_lost_block_is_found_out_and_dropped_for_all(run: Run, other: OtherEngine) -> None:

@@ -15,7 +15,6 @@ from tests.sim.kinds import layer_names
 from tests.sim.other_engine import SharedMemory
 from tests.sim.outside import ShelfManager
 from tests.sim.params import Outside, SimParams
-from tests.sim.rank_memory import count_shards
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -271,7 +270,7 @@ def build_world(params: SimParams) -> World:
         if params.pending_store_blocks:
             extra["max_pending_store_bytes"] = params.pending_store_blocks * block_bytes
     clock, publisher = SimClock(), CapturingPublisher()
-    shared = SharedMemory(params.host_blocks, count_shards(params), clock) if params.shared else None
+    shared = SharedMemory(params, clock) if params.shared else None
     if shared is not None:
         assert config.kv_transfer_config is not None
         config.kv_transfer_config.engine_id = str(shared.path)

@@ -91,7 +91,8 @@ def draw_params(seed: int) -> SimParams:
     params = _with_drafts(
         _with_two_lazy(_with_second(_with_policies(_with_disk(fit(_with_scratch(params))))))
     )
-    params = _with_split_context(_with_kept_disk(_with_lazy_sharers(_with_other_engine(params))))
+    params = _with_wide_blocks(_with_lazy_sharers(_with_other_engine(params)))
+    params = _with_split_context(_with_kept_disk(params))
     params = _with_manager_from_outside(_with_failing_loads(params))
     params = replace(params, grammars=draw_grammars(seed), empties_tiers=_empties(params))
     return with_other_kinds(params)
@@ -411,6 +412,37 @@ def _with_lazy_sharers(params: SimParams) -> SimParams:
     if not params.shared or params.store_threshold or params.seed in _AS_THEY_WERE or rng.random() >= 0.4:
         return params
     return replace(params, lazy=True, host_blocks=rng.randint(6, 16))
+
+
+def _with_wide_blocks(params: SimParams) -> SimParams:
+    """Several ranks on a shared pool, some groups alike on all of them and some not, in many of the worlds with such a
+    pool and some with a host tier; drawn apart as well.
+    """
+    rng = Streams(params.seed).stream("wide blocks")
+    share = 0.7 if params.shared else 0.4
+    if params.host_blocks == 0 or params.disk or params.disk_blocks or params.second_host_blocks:
+        return params
+    if params.seed in _AS_THEY_WERE or rng.random() >= share:
+        return params
+    specs = [*params.specs]
+    if len(specs) == 1:
+        specs.append(draw_window(rng))
+    own = rng.randrange(len(specs))
+    specs = [
+        _with_heads(spec, None if i == own else rng.choice((1, 1, 1, 2))) for i, spec in enumerate(specs)
+    ]
+    return fit(
+        replace(
+            params,
+            shared=True,
+            ranks=rng.choice((2, 2, 3, 4)),
+            host_blocks=params.host_blocks if rng.random() < 0.5 else rng.randint(7, 20),
+            eviction_policy="lru",
+            decline_slow_tier="off",
+            actions_off=params.actions_off - {"cool"},
+            specs=tuple(specs),
+        )
+    )
 
 
 def _split(spec: KVCacheSpec, rng: random.Random) -> KVCacheSpec:

@@ -191,16 +191,17 @@ def test_pages_of_ranks_are_the_parts_that_a_shared_pool_takes_them_for(variant:
     alone = run(1)
     ranks = run_ranks(size, lambda rank: run(size))
     parts = [rank_parts(ranks[0].config, rank, size, 1, 8) for rank in range(size)]
+    places = [list(zip(own.slot_index, own.part, strict=True)) for own in parts]
     cacheable = ranks[0].config.prefix_cacheable_group_ids
     for group, (name, views) in enumerate(alone.typed.items()):
         held = [rank.pages[name] for rank in ranks]
         for r, bytes_of_rank in enumerate(held):
-            alike = parts[r].part[group] == parts[0].part[group]
+            alike = places[r][group] == places[0][group]
             assert alike == (bytes_of_rank == held[0]), (name, r)
         assert {p.replicas[group] for p in parts} == {held.count(held[0])}
         if group not in cacheable:
             assert held.count(held[0]) == size
-        distinct = {part.part[group]: rank.typed[name] for part, rank in zip(parts, ranks, strict=True)}
+        distinct = {own[group]: rank.typed[name] for own, rank in zip(places, ranks, strict=True)}
         for i, view in enumerate(views):
             pieces = [distinct[part][i] for part in sorted(distinct)]
             torch.testing.assert_close(joined(pieces, view), view, atol=TOLERANCE, rtol=0, equal_nan=True)

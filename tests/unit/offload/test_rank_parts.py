@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.offload_parts import full, mamba, ring
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
-from vllm.v1.simple_kv_offload.rank_parts import RankParts, count_parts, rank_parts
+from vllm.v1.simple_kv_offload.rank_parts import RankParts, count_parts, rank_parts, slot_widths
 
 
 def heads(count: int | None, **fields: Any) -> KVCacheSpec:
@@ -65,12 +65,17 @@ def test_a_uniform_group_is_as_split_as_its_members_together() -> None:
         ((heads(1),), 1),
         ((heads(2),), 2),
         ((heads(None),), 4),
-        ((heads(1), mamba()), 4),
+        ((heads(1), mamba()), 1),
+        ((heads(2), mamba()), 2),
+        ((heads(2), heads(1)), 1),
         ((heads(1), ring()), 1),  # what is never stored needs no room
     ],
 )
-def test_a_slot_has_a_part_for_each_rank_with_other_bytes(specs: tuple[KVCacheSpec, ...], parts: int) -> None:
+def test_blocks_of_all_groups_fill_whole_slots(specs: tuple[KVCacheSpec, ...], parts: int) -> None:
     assert count_parts(plan(*specs), 4, 1) == parts
+    for spec, width in zip(specs, slot_widths(plan(*specs), 4, 1), strict=True):
+        pieces = len({spec.tp_shard(rank, 4, 1) for rank in range(4)}) if spec.prefix_cacheable else parts
+        assert width * parts == pieces
 
 
 @pytest.mark.parametrize(
@@ -80,17 +85,30 @@ def test_every_part_of_a_block_is_written_by_one_rank_and_read_where_it_was_writ
     specs: tuple[KVCacheSpec, ...],
 ) -> None:
     ranks = views(*specs)
+    num_parts = count_parts(plan(*specs), 4, 1)
+    widths = slot_widths(plan(*specs), 4, 1)
     for group, spec in enumerate(specs):
-        for slot in range(10):
+        for slot in range(4):
+            slots = (slot, *(9 - slot - n for n in range(widths[group] - 1)))
+            pieces = {
+                shard: (slots[shard // num_parts], shard % num_parts)
+                for shard in (spec.tp_shard(rank, 4, 1) for rank in range(4))
+            }
             writers: dict[int, int] = {}
             for rank, view in enumerate(ranks):
-                row = view.first_part * 10 + view.row(slot, group)
-                assert row == spec.tp_shard(rank, 4, 1) * 10 + slot
-                assert view.slots([view.row(slot, group)]) == {slot}
-                assert view.row(slot, group) < view.used_parts * 10
+                own = view.row(slot, group, slots[1:])
+                row = view.first_part * 10 + own
+                in_slot, part = pieces[spec.tp_shard(rank, 4, 1)]
+                assert row == part * 10 + in_slot
+                assert view.slots([own]) == {in_slot}
+                assert own < view.used_parts * 10
+                companions = {slot: slots[1:]} if slots[1:] else {}
+                assert view.rows([slot], [group], companions) == [own]
+                stored = ([7], [own]) if view.writes(slot, group) else ([], [])
+                assert view.to_store([7], [slot], [group], companions) == stored
                 if view.writes(slot, group):
                     assert writers.setdefault(row, rank) == rank
-            assert writers.keys() == {spec.tp_shard(rank, 4, 1) * 10 + slot for rank in range(4)}
+            assert len(writers) == len(pieces)
 
 
 def test_replicas_carry_equal_shares() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.offload_rig import prompt
+from tests.helpers.offload_rig import full, prompt
 from tests.helpers.rank_rig import RankRig
 from vllm.v1.simple_kv_offload.admission import CopiedLately
 from vllm.v1.simple_kv_offload.copy_backends import shared_host
@@ -25,9 +27,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 Ends = list[tuple[int, ...]]
 
 
-def node(engines: int, *, lazy: bool, device_blocks: int, slots: int) -> list[RankRig]:
+ALIKE = replace(full(), max_tp_shards=1)  # type: ignore[call-arg]
+KINDS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "wide": {"specs": [ALIKE, replace(full(), max_tp_shards=None)], "ranks": 2},  # type: ignore[call-arg]
+}
+"""Blocks of one slot, and beside them some of two."""
+
+
+def node(engines: int, *, lazy: bool, device_blocks: int, slots: int, kind: str = "one") -> list[RankRig]:
     return [
-        RankRig(device_blocks=device_blocks, host_blocks=slots, lazy=lazy, engine_id=f"engine{number}")
+        RankRig(
+            device_blocks=device_blocks,
+            host_blocks=slots,
+            lazy=lazy,
+            engine_id=f"engine{number}",
+            **KINDS[kind],
+        )
         for number in range(engines)
     ]
 
@@ -44,15 +60,22 @@ def run_in_turns(rigs: list[RankRig], ends: Ends) -> Iterator[int]:
             if rig.scheduler.has_requests():
                 rig.step(copies=False)
         for engine in ends[step % len(ends)]:
-            rigs[engine].mover().release()
+            for rank in range(len(rigs[engine].workers)):
+                rigs[engine].mover(rank).release()
         yield step
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens", "slots"),
+    [("one", 37, 12), ("wide", 17, 12), ("wide", 17, 11), ("wide", 17, 14), ("wide", 17, 17)],
+)
 @pytest.mark.parametrize("ends", [[(0, 1)], [(1,), (0,), (0, 1)]])
-def test_lazy_engines_without_requests_end_their_copies(ends: Ends) -> None:
-    rigs = node(2, lazy=True, device_blocks=12, slots=12)
+def test_lazy_engines_without_requests_end_their_copies(
+    ends: Ends, kind: str, tokens: int, slots: int
+) -> None:
+    rigs = node(2, lazy=True, device_blocks=12, slots=slots, kind=kind)
     for seed, rig in enumerate(rigs):
-        rig.add(prompt(37, seed), max_tokens=2)
+        rig.add(prompt(tokens, seed), max_tokens=2)
     for _ in run_in_turns(rigs, ends):
         pass
     assert [rig.scheduler.has_requests() for rig in rigs] == [False, False], scheduled(rigs)

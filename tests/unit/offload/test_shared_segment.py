@@ -403,7 +403,7 @@ def test_more_changes_than_the_log_keeps_are_seen_too(path: Path, monkeypatch: p
     rng = random.Random(0)
     for _ in range(200):
         a.random_step(rng, 60)
-    assert a.segment._words[shared_segment._CHANGES] > shared_segment.LOG_SLOTS
+    assert a.segment._words[shared_segment.CHANGES] > shared_segment.LOG_SLOTS
     assert a.view() == b.view()
     assert a.order() == b.order()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm.v1.simple_kv_offload.records import BoundaryStoreStats
-from vllm.v1.simple_kv_offload.store_policy import Selection, StoreRequestState, Stores
+from vllm.v1.simple_kv_offload.selection import Selection
+from vllm.v1.simple_kv_offload.store_policy import StoreRequestState, Stores
 
 # (group, block id, tokens that the state covers)
 HandOff = tuple[int, int, int]
@@ -46,7 +47,7 @@ class BoundaryStores:
             stats.skipped_already_cached += 1
         elif block.block_hash in stores.in_flight or block.block_hash in chosen.keys:
             stats.skipped_in_flight += 1
-        elif chosen.room <= 0:
+        elif not chosen.has_slots_for(block.block_hash):
             stats.dropped_cpu_full += 1
         else:
             stores.choose(chosen, block, state.request)

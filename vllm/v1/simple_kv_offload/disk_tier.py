@@ -21,9 +21,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.simple_kv_offload.chain_index import ChainIndex
 from vllm.v1.simple_kv_offload.metadata import DiskOrder
 from vllm.v1.simple_kv_offload.records import DiskCounts, Ledger
+from vllm.v1.simple_kv_offload.selection import Selection
 from vllm.v1.simple_kv_offload.speed import SpeedCheck
 from vllm.v1.simple_kv_offload.store_policy import (
-    Selection,
     Stores,
     bind_find_endangered,
     select_endangered,
@@ -332,7 +332,7 @@ class DiskChain:
             self.host.changed.clear()
         chosen = Selection(self.disk)
         chosen.room = min(chosen.room, limit)
-        while self._fresh and chosen.has_room:
+        while self._fresh and chosen.has_room_for(None):
             slot = next(iter(self._fresh))
             del self._fresh[slot]
             block = self.host.pool.blocks[slot]

@@ -33,6 +33,11 @@ class Victims(ABC):
     def peek(self) -> KVCacheBlock | None:
         """The next slot; None when there is none left."""
 
+    def peek_for(self, key: BlockHashWithGroupId | None) -> Sequence[KVCacheBlock]:
+        """The slots that content of this key would get: one, where it is not said otherwise. Empty if there are too few."""
+        victim = self.peek()
+        return () if victim is None else (victim,)
+
     @abstractmethod
     def take(self, key: BlockHashWithGroupId | None) -> None:
         """That slot is meant for content of this key (None: of any). There must be one."""

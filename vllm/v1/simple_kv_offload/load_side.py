@@ -130,6 +130,7 @@ class LoadSide:
             metadata.load_cpu_blocks += [block.block_id for block in load.transfer.tier_blocks]
             metadata.load_block_counts.append(len(load.transfer))
             metadata.load_groups += load.groups
+            metadata.companions |= self._tier.companions(load.transfer.tier_blocks)
         metadata.load_event = metadata.issued_load_event = event
         metadata.load_event_to_reqs = {event: delivered}
 

@@ -105,8 +105,7 @@ class SimpleCPUOffloadScheduler(TierResets):
         shared_table: SlotTable | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.lazy_offload = lazy_offload
-        self.prompt_only = prompt_only
+        self.lazy_offload, self.prompt_only = lazy_offload, prompt_only
         self.policy = policy
         self.fa_gidx = find_full_attention_group(kv_cache_config, or_any=any_cacheable_group)
         is_disk = disk_capacity_bytes > 0
@@ -119,6 +118,7 @@ class SimpleCPUOffloadScheduler(TierResets):
             block_sizes=(scheduler_block_size, hash_block_size),
             allow_partial_hits=not lazy_offload,
             eviction_policy=policy.eviction_policy,
+            shared_config=None if shared_table is None else kv_cache_config,
         )
         self.tier = self.make_tier(kv_cache_config, plan, shared_table)
         self.hash_block_size = hash_block_size
@@ -217,8 +217,7 @@ class SimpleCPUOffloadScheduler(TierResets):
         """
         if self.load_side.owns(request.request_id):
             return None, False
-        chain = self.chain
-        if chain is not None and self._must_wait(chain, request, num_computed_tokens):
+        if (chain := self.chain) is not None and self._must_wait(chain, request, num_computed_tokens):
             return None, False
         request_id = request.request_id
         num_tokens = self.promises.lookup(request, num_computed_tokens)
@@ -317,7 +316,8 @@ class SimpleCPUOffloadScheduler(TierResets):
             for transfer in transfers:
                 metadata.add_stores(transfer.device_blocks, transfer.tier_blocks)
                 if self.tier.has_parts:
-                    metadata.store_groups += transfer.keys.groups(self.tier.group_ids[0])
+                    metadata.store_groups += self.tier.groups_of(transfer.tier_blocks, transfer.keys)
+                    metadata.companions |= self.tier.companions(transfer.tier_blocks)
         if self.chain is not None:
             self.chain.plan()
             metadata.move_down = self.chain.down.submit()
@@ -366,8 +366,7 @@ class SimpleCPUOffloadScheduler(TierResets):
         chosen = select_endangered(
             side.stores, endangered, half, side.max_new_blocks, side.copied_by_others()
         )
-        if chosen.was_cut and chosen.is_bounded:
-            side.declines.cut_plans += 1
+        side.declines.cut_plans += chosen.was_cut and chosen.is_bounded
         side.plan(chosen.candidates, None, to_front=True)
 
     @in_turn
@@ -376,7 +375,7 @@ class SimpleCPUOffloadScheduler(TierResets):
         report = connector_output.kv_connector_worker_meta
         bad_slots: set[int] = set()
         if isinstance(report, SimpleCPUOffloadWorkerMetadata):
-            bad_slots = report.bad_cpu_blocks
+            bad_slots = self.tier.first_slots(report.bad_cpu_blocks)
             self.load_side.lost_events |= report.lost_load_events
             self.store_side.report(report.failed_store_events, ok=False)
             self.store_side.report(report.completed_store_events, ok=True)

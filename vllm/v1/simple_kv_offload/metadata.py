@@ -159,6 +159,8 @@ class SimpleCPUOffloadMetadata(PackedStores, KVConnectorMetadata):
     load_groups: list[int] = field(default_factory=list)
     """Group of each block of the load, where ranks must know which part of a slot is theirs; else empty. Store alike."""
     store_groups: list[int] = field(default_factory=list)
+    companions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Further slots of those in the load and in the store whose blocks take several, in the order of the ranks' parts."""
 
     def loads_by_request(self) -> Iterator[tuple[tuple[str, ...], slice]]:
         """The load's requests with their part of the block lists; one part for all if none is stated."""

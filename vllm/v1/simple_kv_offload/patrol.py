@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from vllm.v1.core.block_hash import BlockHashWithGroupId
 from vllm.v1.core.kv_cache_block import KVCacheBlock
+from vllm.v1.simple_kv_offload.selection import Selection
 from vllm.v1.simple_kv_offload.store_policy import (
     BlockTable,
-    Selection,
     StoreRequestState,
     Stores,
     expected_keys,
@@ -169,10 +169,10 @@ class HolePatrol:
         source = find_source(stores, block_id, key)
         if source is None:
             return
-        victim = chosen.next_victim()
-        if victim is None or self._is_guarded(victim):
+        victims = chosen.next_victims(key)
+        if not victims or any(map(self._is_guarded, victims)):
             return
-        if stores.tier.is_of_others(victim):
+        if any(map(stores.tier.is_of_others, victims)):
             if key in state.filled_once:
                 return
             state.filled_once.add(key)

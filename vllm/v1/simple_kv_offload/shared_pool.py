@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from enum import IntEnum
+from itertools import islice
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,8 @@ from vllm.v1.core.block_hash import BlockHashWithGroupId
 from vllm.v1.core.block_index import StoredBlockInfo
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
-from vllm.v1.simple_kv_offload.eviction import LruQueue
+from vllm.v1.simple_kv_offload.eviction import LruQueue, Victims
+from vllm.v1.simple_kv_offload.wide_blocks import CompanionHold, WideBlocks, WideVictims
 
 logger = init_logger(__name__)
 
@@ -36,13 +38,14 @@ class SlotState(IntEnum):
 
 class SlotRecord(NamedTuple):
     """A slot as the table has it. A slot of an earlier epoch is EMPTY. `stamp`: the order of eviction, least first;
-    negative ones went to the front, positive ones to the tail."""
+    negative ones went to the front, positive ones to the tail. `companions`: further slots with bytes of its content."""
 
     state: SlotState
     keys: Keys
     held_here: bool
     held_elsewhere: bool
     stamp: int
+    companions: tuple[int, ...] = ()
 
 
 class SlotTable(Protocol):
@@ -55,6 +58,11 @@ class SlotTable(Protocol):
     @property
     def num_parts(self) -> int:
         """How many ranks' different bytes a slot holds."""
+        ...
+
+    @property
+    def max_width(self) -> int:
+        """How many slots the widest block takes."""
         ...
 
     @property
@@ -76,8 +84,10 @@ class SlotTable(Protocol):
 
     def read(self, slot: int) -> SlotRecord: ...
 
-    def write_content(self, slot: int, state: SlotState, keys: Keys) -> None:
-        """Say what a slot is, that this engine holds."""
+    def write_content(
+        self, slot: int, state: SlotState, keys: Keys, companions: tuple[int, ...] = ()
+    ) -> None:
+        """Say what a slot is, that this engine holds or that nobody does."""
         ...
 
     def write_hold(self, slot: int, held: bool, stamp: int) -> None:
@@ -129,7 +139,9 @@ class SharedPool(BlockPool):
         enable_kv_cache_events: bool = False,
         num_hash_lookahead_tokens: int = 0,
         medium: str = MEDIUM_CPU,
+        widths: Sequence[int] = (),
     ) -> None:
+        """``widths``: how many slots a block takes, by group; empty = one each."""
         super().__init__(
             table.num_slots,
             enable_caching=True,
@@ -144,6 +156,10 @@ class SharedPool(BlockPool):
         self._depth = 0
         self._table_epoch: int | None = None
         self._foreign = ForeignHold(self)
+        self.wide = WideBlocks(self.blocks, widths)
+        self._companion_hold = CompanionHold(
+            self.wide, self.blocks, lambda slot: self._own_references(self.blocks[slot])
+        )
         self._own: set[int] = set()  # slots whose present content this engine stored, and told of in events
         self._expected: dict[BlockHashWithGroupId, int] = {}  # keys that others are storing, and where
         self._staged_by_others: dict[int, Keys] = {}
@@ -191,6 +207,7 @@ class SharedPool(BlockPool):
         self._own.clear()
         self._expected.clear()
         self.index.clear()
+        self.wide.part_all()
         logger.error(
             "KV offload: the shared pool could not be locked; another engine of it may be stopped. This engine goes "
             "on without the pool until it is restarted."
@@ -223,6 +240,8 @@ class SharedPool(BlockPool):
             self.num_evicted += self._forget_keys(block)
             for key, num_tokens in keys:
                 self.index.add(key, block, num_tokens)
+        if keys:
+            self.wide.join(slot, record.companions)
         for key, _ in self._staged_by_others.pop(slot, ()):
             self._expected.pop(key, None)
             if not keys:
@@ -243,7 +262,7 @@ class SharedPool(BlockPool):
     def _write(self, slot: int, has_new_content: bool) -> None:
         """A slot is held while its content changes: the hold is written first, or given up last."""
         block, stamp = self.blocks[slot], self._stamps[slot]
-        held = block.ref_cnt > (slot in self._foreign.slots)
+        held = self._own_references(block) > 0
         if held:
             self._table.write_hold(slot, True, stamp)
         if has_new_content:
@@ -254,7 +273,9 @@ class SharedPool(BlockPool):
                 epoch, keys = self._staged[slot]
                 if keys and epoch == self._table_epoch:
                     state = SlotState.STAGED
-            self._table.write_content(slot, state, keys if state is not SlotState.EMPTY else ())
+            is_empty = state is SlotState.EMPTY
+            companions = () if is_empty else self.wide.companions(slot)
+            self._table.write_content(slot, state, () if is_empty else keys, companions)
         if not held:
             self._table.write_hold(slot, False, stamp)
 
@@ -262,13 +283,27 @@ class SharedPool(BlockPool):
         """Take the keys off a slot; told to consumers of events only if they were told of the content."""
         known = block.block_id in self._own
         self._own.discard(block.block_id)
-        return self.index.drop(block, report=known)
+        dropped = self.index.drop(block, report=known)
+        self.wide.part(block.block_id)
+        return dropped
 
     def _forget_all(self) -> None:
         super().invalidate_prefix_cache()
         self._own.clear()
         self._expected.clear()
         self._staged_by_others.clear()
+        self.wide.part_all()
+
+    def _own_references(self, block: KVCacheBlock) -> int:
+        return block.ref_cnt - (block.block_id in self._foreign.slots)
+
+    def _note_held(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """References of these blocks have changed."""
+        self.wide.note_held(blocks, lambda block: self._own_references(block) > 0)
+        if self.wide.held:
+            self.leases[id(self._companion_hold)] = self._companion_hold
+        else:
+            self.leases.pop(id(self._companion_hold), None)
 
     # What others are doing
 
@@ -288,47 +323,85 @@ class SharedPool(BlockPool):
         self._staged[block.block_id] = (epoch, keys[: self._table.keys_per_slot])
         self._dirty[block.block_id] = True
 
+    def victims(self) -> Victims:
+        """A look ahead at the slots that new contents would get; the queue must not change meanwhile."""
+        if not self.wide.exist:
+            queue = self.free_block_queue
+            assert isinstance(queue, LruQueue)
+            return queue.victims()
+        return WideVictims(self.free_block_queue.iter_blocks_after(None), self.wide, self.blocks)
+
     # BlockPool
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """As `BlockPool.get_new_blocks`; slots that others hold are not among them."""
+        return self.get_blocks_for((None,) * num_blocks)
+
+    def get_blocks_for(self, keys: Sequence[BlockHashWithGroupId | None]) -> list[KVCacheBlock]:
+        """A block for content of each of these keys, of as many slots as that takes: the first slot of each."""
         self._require_turn()
+        widths = [self.wide.width(key) for key in keys]
+        num_slots = sum(widths)
         if self.is_off:
-            raise ValueError(f"Cannot get {num_blocks} free blocks from the pool, it is off")
-        if num_blocks <= self.free_block_queue.num_free_blocks:
-            for block, _ in zip(
-                self.free_block_queue.iter_blocks_after(None), range(num_blocks), strict=False
-            ):
-                self.num_evicted += self._forget_keys(block)
-        taken = super().get_new_blocks(num_blocks)
+            raise ValueError(f"Cannot get {num_slots} free blocks from the pool, it is off")
+        if num_slots <= self.free_block_queue.num_free_blocks:
+            self._vacate(islice(self.free_block_queue.iter_blocks_after(None), num_slots))
+        slots = super().get_new_blocks(num_slots)
         assert self._table_epoch is not None
-        for block in taken:
-            self._staged[block.block_id] = (self._table_epoch, ())
+        taken: list[KVCacheBlock] = []
+        rest = iter(slots)
+        for width in widths:
+            first, *companions = islice(rest, width)
+            taken.append(first)
+            self._staged[first.block_id] = (self._table_epoch, ())
+            self.wide.join(first.block_id, tuple(block.block_id for block in companions))
+        for block in slots:
             self._dirty[block.block_id] = True
+        self._note_held(taken)
         return taken
+
+    def _vacate(self, slots: Iterable[KVCacheBlock]) -> None:
+        """These slots get new content: what they hold, or hold a piece of, cannot be found any more."""
+        for slot in slots:
+            block = self.blocks[self.wide.first_of(slot.block_id)]
+            if block is not slot:
+                self._dirty[block.block_id] = True
+            self.num_evicted += self._forget_keys(block)
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._require_turn()
-        super().touch(blocks)
-        for block in blocks:
-            if not block.is_null:
-                self._dirty.setdefault(block.block_id, False)
+        slots = self.wide.with_companions(blocks)
+        super().touch(slots)
+        for slot in slots:
+            if not slot.is_null:
+                self._dirty.setdefault(slot.block_id, False)
+        self._note_held(blocks)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        blocks = list(ordered_blocks)
         self._require_turn()
-        super().free_blocks(blocks)
-        idle = self._note_release(blocks)
-        self._stamp(
-            [block for block in idle if block.block_hash is not None],
-            [block for block in idle if block.block_hash is None],
-        )
+        blocks = list(ordered_blocks)
+        slots = self.wide.with_companions(blocks)
+        idle: list[KVCacheBlock] = []
+        self._release(slots, idle, idle)
+        has_content = {slot.block_id: self._has_content(slot) for slot in idle}
+        hashed = [slot for slot in idle if has_content[slot.block_id]]
+        unhashed = [slot for slot in idle if not has_content[slot.block_id]]
+        self.free_block_queue.append_n(hashed)
+        self.free_block_queue.prepend_n(unhashed)
+        self._note_release(slots)
+        self._note_held(blocks)
+        self._stamp(hashed, unhashed)
+
+    def _has_content(self, slot: KVCacheBlock) -> bool:
+        return self.blocks[self.wide.first_of(slot.block_id)].block_hash is not None
 
     def free_blocks_to_front(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         blocks = list(ordered_blocks)
         self._require_turn()
-        super().free_blocks_to_front(blocks)
-        self._stamp((), self._note_release(blocks))
+        slots = self.wide.with_companions(blocks)
+        super().free_blocks_to_front(slots)
+        self._stamp((), self._note_release(slots))
+        self._note_held(blocks)
 
     def _note_release(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
         """References of these blocks were dropped; returns those that nobody holds now, in the order in which they

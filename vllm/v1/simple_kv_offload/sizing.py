@@ -22,10 +22,10 @@ from vllm.v1.simple_kv_offload.capacity import (
     gpu_total_bytes,
     record_bytes,
 )
+from vllm.v1.simple_kv_offload.copy_backends.shared_format import HEAD_BYTES, PAGE, SegmentShape
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import keys_per_slot
-from vllm.v1.simple_kv_offload.copy_backends.shared_segment import HEAD_BYTES, PAGE, SegmentShape
 from vllm.v1.simple_kv_offload.options import OffloadOptions
-from vllm.v1.simple_kv_offload.rank_parts import count_parts
+from vllm.v1.simple_kv_offload.rank_parts import count_parts, slot_widths
 
 logger = init_logger(__name__)
 
@@ -67,7 +67,8 @@ def cpu_bytes_for_copies(
     else:  # with or without events, engines must come to the same size
         dcp_size = parallel.decode_context_parallel_size
         parts = count_parts(kv_cache_config, parallel.tensor_parallel_size, dcp_size)
-        table = SegmentShape(b"", 1, keys_per_slot(vllm_config, kv_cache_config), ())
+        width = max(slot_widths(kv_cache_config, parallel.tensor_parallel_size, dcp_size))
+        table = SegmentShape(b"", 1, keys_per_slot(vllm_config, kv_cache_config), (), max_width=width)
         num_regions = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
         fixed, record = HEAD_BYTES + PAGE * (1 + num_regions), VIEW_BYTES + table.record_bytes
     slot_bytes = device_block_bytes(kv_cache_config, parts)

@@ -25,7 +25,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.admission import CopiedLately, ReuseFilter
-from vllm.v1.simple_kv_offload.eviction import Victims
+from vllm.v1.simple_kv_offload.selection import Selection, room_in
 from vllm.v1.simple_kv_offload.tier import Tier
 from vllm.v1.simple_kv_offload.transfer import Candidate, Candidates, StagedKey
 from vllm.v1.simple_kv_offload.unsettled import Unsettled, prefix_keys
@@ -87,101 +87,6 @@ class StoreRequestState:
         self.num_stored_blocks = [0] * len(self.num_stored_blocks)
         self.patrol_from = []
         self.quiet_below = 0
-
-
-def room_in(tier: Tier, max_blocks: int | None) -> tuple[int, bool]:
-    """How many slots can be taken, ``max_blocks`` at most, and whether that is what limits them."""
-    stageable = tier.pool.get_num_free_blocks()
-    if max_blocks is None or max_blocks >= stageable:
-        return stageable, False
-    return max(0, max_blocks), True
-
-
-class Selection:
-    """Candidates chosen so far, and whether the tier has room for one more.
-
-    With ``is_spared``, room also ends at a slot that must not be evicted for this selection; ``max_blocks`` is what
-    may be added to the stores under way.
-    """
-
-    __slots__ = ("_is_spared", "_tier", "_victims", "candidates", "is_bounded", "keys", "room", "was_cut")
-
-    def __init__(
-        self,
-        tier: Tier,
-        is_spared: Callable[[KVCacheBlock], bool] | None = None,
-        max_blocks: int | None = None,
-    ) -> None:
-        self.room, self.is_bounded = room_in(tier, max_blocks)
-        """Blocks that can be added, and whether it is ``max_blocks`` that limits them, not the slots."""
-        self.was_cut = False
-        """Whether something wanted a place and found no room."""
-        self.candidates = Candidates()
-        self.keys: set[BlockHashWithGroupId] = set()
-        self._tier = tier
-        self._is_spared = is_spared
-        self._victims: Victims | None = None
-
-    @property
-    def has_room(self) -> bool:
-        """Whether one more candidate, which is there, can be taken."""
-        if self.room > 0:
-            if self._is_spared is None:
-                return True
-            victim = self.next_victim()
-            if victim is not None and not self._is_spared(victim):
-                return True
-        self.was_cut = True
-        return False
-
-    def next_victim(self) -> KVCacheBlock | None:
-        """The slot that one more candidate would get."""
-        if self._victims is None:
-            self._victims = self._tier.victims()
-            for key in self.candidates.contents.primary_keys:
-                self._victims.take(key)
-        return self._victims.peek()
-
-    def recheck_victims(self) -> None:
-        """The tier's order of eviction has changed."""
-        self._victims = None
-
-    def add(self, candidate: Candidate) -> None:
-        """Choose a candidate."""
-        self.candidates.blocks.append(candidate.block)
-        self.candidates.contents.append(candidate.keys)
-        for staged in candidate.keys:
-            self.keys.add(staged.key)
-        self.room -= 1
-        if self._victims is not None:
-            self._victims.take(candidate.keys[0].key if candidate.keys else None)
-
-    def add_plain(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> None:
-        """Choose a block that has this key alone, of which nobody asks what it stands for."""
-        self.candidates.blocks.append(block)
-        self.candidates.contents.append_plain(key, block.block_hash_num_tokens)
-        self.keys.add(key)
-        self.room -= 1
-        if self._victims is not None:
-            self._victims.take(key)
-
-    def choose_all(
-        self,
-        blocks: list[KVCacheBlock],
-        keys: list[BlockHashWithGroupId],
-        spared: Set[BlockHashWithGroupId] = frozenset(),
-    ) -> None:
-        """Choose all at once: these blocks, which have one key each, no two the same, in order as far as there is room.
-
-        Room also ends at a slot that holds a key of ``spared``. Nothing is added after that. The lists belong to the
-        selection.
-        """
-        count = min(len(keys), self.room)
-        if spared:
-            count = self._tier.queue.num_takeable(keys if count == len(keys) else keys[:count], spared)
-        self.was_cut |= count < len(keys)
-        self.candidates = Candidates.plain(blocks, keys, count)
-        self.room = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +253,7 @@ def select_new(
                 source = find_source(stores, table[group][index], key)
                 is_own = source is not None and source.block_id == table[group][index]
                 is_ready = (is_own and state.is_settled) or key not in stores.unsettled
-                if source is not None and not (is_ready and chosen.has_room):
+                if source is not None and not (is_ready and chosen.has_room_for(key)):
                     break
                 if source is not None:
                     stores.choose(chosen, source, state.request)
@@ -377,7 +282,7 @@ def select_tail(
                 continue
             if key in chosen.keys or stores.is_copied(key):
                 continue
-            if not chosen.has_room:
+            if not chosen.has_room_for(key):
                 return
             stores.choose(chosen, block, request)
 
@@ -399,7 +304,7 @@ def select_idle(
             # A key that is no block's primary one comes along with that.
             if key != block.block_hash or key in chosen.keys or stores.is_copied(key):
                 continue
-            if not chosen.has_room:
+            if not chosen.has_room_for(key):
                 return
             stores.choose(chosen, block, request)
 
@@ -481,20 +386,21 @@ def _select_from_mixed(
     chosen = Selection(stores.tier, lambda slot: slot.block_hash in all_keys, max_blocks)
     chosen.room = min(chosen.room, limit)
     again = stores.copied_lately(lacking, len(endangered.keys))
-    if again and len(again) == len(lacking) and stores.tier.is_of_others(chosen.next_victim()):
+    oldest = chosen.next_victims(keys[0] if keys else None) if again else ()
+    if again and len(again) == len(lacking) and any(map(stores.tier.is_of_others, oldest)):
         return chosen  # and stays as it is, until something is new
     if keys and (out_of_sight or len(keys) < len(endangered.keys)):
         slots = [stores.tier.get(key) for key in (*endangered.keys, *out_of_sight) if key not in lacking]
         stores.tier.refresh([slot for slot in slots if slot is not None])
-    if is_distinct and not stores.has_further_keys and not again:
+    if is_distinct and not (stores.has_further_keys or again or stores.tier.has_wide_blocks):
         chosen.choose_all(blocks, keys, all_keys)
         return chosen
     for block, key in zip(blocks, keys, strict=True):
         if key in chosen.keys:
             continue
-        if not chosen.has_room:
+        if not chosen.has_room_for(key):
             break
-        if key in again and stores.tier.is_of_others(chosen.next_victim()):
+        if key in again and any(map(stores.tier.is_of_others, chosen.next_victims(key))):
             continue
         stores.choose(chosen, block, None)
     return chosen

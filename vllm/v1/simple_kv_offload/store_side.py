@@ -19,10 +19,10 @@ from vllm.v1.simple_kv_offload.admission import DEFAULT_MAX_TRACKER_SIZE, ReuseF
 from vllm.v1.simple_kv_offload.boundary import BoundaryStores, HandOff
 from vllm.v1.simple_kv_offload.patrol import HolePatrol
 from vllm.v1.simple_kv_offload.records import Ledger, StoreDeclines
+from vllm.v1.simple_kv_offload.selection import Selection
 from vllm.v1.simple_kv_offload.store_policy import (
     BlockTable,
     Endangered,
-    Selection,
     StoreRequestState,
     Stores,
     bind_find_endangered,

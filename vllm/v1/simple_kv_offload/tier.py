@@ -49,6 +49,8 @@ class TierGeometry:
     allow_partial_hits: bool
     enable_events: bool
     eviction_policy: str = DEFAULT_EVICTION_POLICY
+    slot_widths: tuple[int, ...] = ()
+    """By group, how many slots of a shared pool a block takes; empty = one each."""
 
 
 class HasTier(Protocol):
@@ -105,7 +107,11 @@ class Tier:
                 geometry.enable_events,
                 geometry.num_hash_lookahead_tokens,
                 geometry.medium,
+                geometry.slot_widths,
             )
+            check(max(geometry.slot_widths, default=1) == shared_table.max_width, "blocks of other widths")
+        self.has_wide_blocks = self.shared is not None and self.shared.wide.exist
+        """Whether content of some groups takes several slots."""
         self.pool = self.shared or self.make_pool(geometry)
         queue = self.pool.free_block_queue
         assert isinstance(queue, EvictionQueue)
@@ -144,8 +150,35 @@ class Tier:
 
     @property
     def has_parts(self) -> bool:
-        """Whether a slot has a part for each of several ranks: those must know of which group it is."""
-        return self.num_parts > 1
+        """Whether a block has a part for each of several ranks: those must know of which group it is."""
+        return self.num_parts > 1 or self.has_wide_blocks
+
+    def width(self, key: BlockHashWithGroupId | None) -> int:
+        """How many slots content of this key takes."""
+        return 1 if self.shared is None else self.shared.wide.width(key)
+
+    def groups_of(self, slots: Sequence[KVCacheBlock], contents: Contents) -> list[int]:
+        """The group that each of these slots was taken for; any of its width where the key is gone."""
+        groups = contents.groups(self.group_ids[0])
+        if self.shared is None or not self.has_wide_blocks:
+            return groups
+        wide = self.shared.wide
+        for index, key in enumerate(contents.primary_keys):
+            if key is None:
+                width = 1 + len(wide.companions(slots[index].block_id))
+                groups[index] = next(group for group in self.group_ids if wide.widths[group] == width)
+        return groups
+
+    def companions(self, slots: Iterable[KVCacheBlock]) -> dict[int, tuple[int, ...]]:
+        """The further slots of those that have some, which are held with them."""
+        if self.shared is None or not self.has_wide_blocks:
+            return {}
+        found = {slot.block_id: self.shared.wide.companions(slot.block_id) for slot in slots}
+        return {slot: companions for slot, companions in found.items() if companions}
+
+    def first_slots(self, slots: Iterable[int]) -> set[int]:
+        """The slots by which the blocks are known that have these."""
+        return set(slots) if self.shared is None else {self.shared.wide.first_of(slot) for slot in slots}
 
     def make_coordinator(self, pool: BlockPool) -> KVCacheCoordinator:
         """A coordinator with this tier's rules that searches ``pool``."""
@@ -218,7 +251,7 @@ class Tier:
 
     def victims(self) -> Victims:
         """A look ahead at the slots that `stage` would take."""
-        return self.queue.victims()
+        return self.queue.victims() if self.shared is None else self.shared.victims()
 
     def missed(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """A request wants content of these keys; what the tier does not have of it may change what it evicts."""
@@ -242,10 +275,11 @@ class Tier:
         """A slot for each of these contents."""
         if self.queue.hears_incoming:
             self.queue.incoming(Contents.of(contents).primary_keys)
-        slots = self._take(len(contents))
-        if self.shared is not None:
-            for slot, content in zip(slots, contents, strict=True):
-                self.shared.announce(slot, tuple((staged.key, staged.num_tokens) for staged in content))
+        if self.shared is None:
+            return self._take(len(contents))
+        slots = self._taken(self.shared.get_blocks_for(Contents.of(contents).primary_keys))
+        for slot, content in zip(slots, contents, strict=True):
+            self.shared.announce(slot, tuple((staged.key, staged.num_tokens) for staged in content))
         return slots
 
     def stage(
@@ -259,7 +293,9 @@ class Tier:
         return self._take(count)
 
     def _take(self, count: int) -> list[KVCacheBlock]:
-        slots = self.pool.get_new_blocks(count)
+        return self._taken(self.pool.get_new_blocks(count))
+
+    def _taken(self, slots: list[KVCacheBlock]) -> list[KVCacheBlock]:
         if self.guarded:
             self._end_guards([slot.block_id for slot in slots])
         if self.changed is not None:

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     is_full_attention_spec,
 )
 from vllm.v1.simple_kv_offload.capacity import blocks_for_bytes, gpu_total_bytes
+from vllm.v1.simple_kv_offload.rank_parts import slot_widths
 from vllm.v1.simple_kv_offload.tier import TierGeometry
 
 
@@ -26,8 +27,9 @@ def geometry(
     block_sizes: tuple[int, int],
     allow_partial_hits: bool,
     eviction_policy: str,
+    shared_config: KVCacheConfig | None = None,
 ) -> TierGeometry:
-    """The tier's numbers out of the public configuration, read once."""
+    """The tier's numbers out of the public configuration, read once. ``shared_config``: that of a tier that ranks share."""
     parallel = vllm_config.parallel_config
     events = vllm_config.kv_events_config
     speculative = vllm_config.speculative_config
@@ -48,6 +50,9 @@ def geometry(
         allow_partial_hits=allow_partial_hits,
         enable_events=events is not None and events.enable_kv_cache_events,
         eviction_policy=eviction_policy,
+        slot_widths=()
+        if shared_config is None
+        else slot_widths(shared_config, parallel.tensor_parallel_size, parallel.decode_context_parallel_size),
     )
 
 

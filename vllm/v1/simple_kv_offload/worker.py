@@ -354,9 +354,9 @@ class SimpleCPUOffloadWorker:
         for req_ids, part in metadata.loads_by_request():
             if not req_ids:
                 continue
-            sources = metadata.load_cpu_blocks[part]
+            sources, groups = metadata.load_cpu_blocks[part], metadata.load_groups[part]
             if self._shared is not None:
-                sources = self._shared.parts.rows(sources, metadata.load_groups[part])
+                sources = self._shared.parts.rows(sources, groups, metadata.companions)
             copy = _OpenCopy(metadata.load_event, req_ids, len(sources))
             self._loads.append(copy)
             self._launch(copy, sources, metadata.load_gpu_blocks[part], False, wait_event)
@@ -372,7 +372,8 @@ class SimpleCPUOffloadWorker:
         self._stores.append(copy)
         sources, targets = metadata.store_gpu_blocks, metadata.store_cpu_blocks
         if self._shared is not None:
-            sources, targets = self._shared.parts.to_store(sources, targets, metadata.store_groups)
+            parts, groups = self._shared.parts, metadata.store_groups
+            sources, targets = parts.to_store(sources, targets, groups, metadata.companions)
         if self._host_buffer is not None:
             self._host_buffer.use(targets)
         self._launch(copy, sources, targets, True, self._device_event())

@@ -18,17 +18,14 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
+from vllm.v1.simple_kv_offload.copy_backends.shared_format import SegmentShape, members_of
 from vllm.v1.simple_kv_offload.copy_backends.shared_places import (
     MAX_MEMBERS,
     SCHEDULER,
     remove_if_unused,
 )
-from vllm.v1.simple_kv_offload.copy_backends.shared_segment import (
-    SegmentShape,
-    SharedSegment,
-    members_of,
-)
-from vllm.v1.simple_kv_offload.rank_parts import RankParts, count_parts, rank_parts
+from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
+from vllm.v1.simple_kv_offload.rank_parts import RankParts, count_parts, rank_parts, slot_widths
 
 logger = init_logger(__name__)
 
@@ -167,10 +164,12 @@ def segment_shape(
     dcp = parallel.decode_context_parallel_size
     content = hashlib.sha256(kv_digest(vllm_config, kv_cache_config))
     num_parts = count_parts(kv_cache_config, parallel.tensor_parallel_size, dcp)
-    layout = (hash_block_size, list(row_bytes.items()), parallel.world_size, num_parts)
+    widths = slot_widths(kv_cache_config, parallel.tensor_parallel_size, dcp)
+    layout = (hash_block_size, list(row_bytes.items()), parallel.world_size, num_parts, widths)
     content.update(repr(layout).encode())
     num_keys = keys_per_slot(vllm_config, kv_cache_config)
-    return SegmentShape(content.digest(), num_slots, num_keys, tuple(row_bytes.values()), num_parts)
+    sizes = tuple(row_bytes.values())
+    return SegmentShape(content.digest(), num_slots, num_keys, sizes, num_parts, max(widths))
 
 
 def keys_per_slot(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

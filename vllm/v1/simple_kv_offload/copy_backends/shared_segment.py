@@ -4,23 +4,49 @@ Owns the file, its locks and its records. Every change is a row of writes that m
 middle leaves a table that means what it meant before, or means that its own slot is empty. The kernel drops the locks
 of a dead process, so nobody is taken for dead who may still write. Must not know requests or pools. Layer L6.
 
-Words of 8 bytes: header, attachers, log of changed slots, slots; then, page-aligned, the bytes of the slots.
+Where everything lies: see `shared_format`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import stat
-import struct
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from vllm.logger import init_logger
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.v1.core.block_hash import BlockHashWithGroupId
+from vllm.v1.simple_kv_offload.copy_backends.shared_format import (
+    ACTIVE,
+    ATTACHER_WORDS,
+    ATTACHERS,
+    BORN,
+    CHANGES,
+    CONTROL,
+    ENGINE,
+    EPOCH,
+    FIRST,
+    HOLDERS,
+    KEY_BYTES,
+    KEY_WORDS,
+    KEYS,
+    LAST,
+    LEFT_NS,
+    LOG,
+    LOG_SLOTS,
+    NUM_KEYS,
+    PID,
+    SLOTS,
+    STAMP,
+    STATE_BITS,
+    SegmentShape,
+    engine_tag,
+    find_mismatch,
+    read_shape,
+    write_header,
+)
 from vllm.v1.simple_kv_offload.copy_backends.shared_places import (
     MAX_PLACES,
     SCHEDULER,
@@ -32,65 +58,12 @@ from vllm.v1.simple_kv_offload.shared_pool import Keys, SlotRecord, SlotState
 
 logger = init_logger(__name__)
 
-MAGIC = int.from_bytes(b"KVSHARE1", "little")
-FORMAT = 2
-PAGE = 4096
-LOG_SLOTS = 1 << 16
-"""Changes that an engine may miss before it has to look at every slot."""
-KEY_BYTES = 40
-"""A hash of 32 bytes and a group fit."""
-
-# Header words. Signed where marked.
-_MAGIC, _FORMAT, _NUM_SLOTS, _KEYS_PER_SLOT, _SIZE, _DIGEST = 0, 1, 2, 3, 4, 5  # the digest takes 4 words
-_NUM_PARTS = 9
-_EPOCH, _CHANGES, _LAST, _FIRST = 16, 17, 18, 19  # _LAST and _FIRST: greatest and least stamp, signed
-_ATTACHERS, _ATTACHER_WORDS = 64, 4
-_ACTIVE, _PID, _ENGINE, _LEFT_NS = range(_ATTACHER_WORDS)
-_LOG = 512
-_SLOTS = _LOG + LOG_SLOTS
-HEAD_BYTES = 8 * _SLOTS
-"""What a file has before the slots' records."""
-# A slot: generation and state, epoch of its keys, who holds it (a bit each), stamp (signed), number of keys, keys.
-_CONTROL, _BORN, _HOLDERS, _STAMP, _NUM_KEYS, _KEYS = range(6)
-_KEY_WORDS = 6  # length and key, tokens (signed, -1 = unknown)
-_STATE_BITS = 2
-
 LOCK_PATIENCE_S = 5.0
 START_PATIENCE_S = 120.0
 """The first engine clears the memory while the others wait; longer, as long as it gets on."""
 LOOK_FOR_DEAD_S = 1.0
 GRACE_S = 2.0
 """Between the death of a process and the reuse of its slots: copies that a device was given may still end."""
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentShape:
-    """What all engines of a segment must have in common. ``row_bytes``: bytes of one part of a slot in each region;
-    a slot has ``num_parts`` of them."""
-
-    digest: bytes
-    num_slots: int
-    keys_per_slot: int
-    row_bytes: tuple[int, ...]
-    num_parts: int = 1
-
-    @property
-    def slot_words(self) -> int:
-        """Words of one slot's record."""
-        return _KEYS + self.keys_per_slot * _KEY_WORDS
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of one slot's record."""
-        return 8 * self.slot_words
-
-    @property
-    def region_starts(self) -> tuple[int, ...]:
-        """First byte of each region, and the end of the last: the size of the file."""
-        starts = [_aligned(HEAD_BYTES + self.num_slots * self.record_bytes)]
-        for size in self.row_bytes:
-            starts.append(_aligned(starts[-1] + size * self.num_slots * self.num_parts))
-        return tuple(starts)
 
 
 class SharedSegment:
@@ -118,11 +91,10 @@ class SharedSegment:
         self._patience_s = patience_s
         self._grace_s = grace_s
         self._seen: int | None = None
-        self._known_keys: dict[
-            int, tuple[int, Keys]
-        ] = {}  # by slot, with the control word that they belong to
+        # Keys and companions by slot, with the control word that they belong to.
+        self._known: dict[int, tuple[int, Keys, tuple[int, ...]]] = {}
         self._next_search = 0.0
-        self._index = -1
+        self._index, self._bit = -1, 0
         self._fd = self._open(may_make=shape is not None)
         try:
             try:
@@ -166,7 +138,7 @@ class SharedSegment:
             os.close(fd)  # the last engine removed it meanwhile
 
     def _use_or_make(self) -> mmap.mmap:
-        problem = self._mismatch()
+        problem = find_mismatch(self._fd, self.shape)
         if problem is not None and self.attached():
             raise ValueError(
                 f"shared_pool: {self.path} is in use with {problem}; all engines of a pool need the same model "
@@ -181,29 +153,8 @@ class SharedSegment:
         finally:
             os.close(own)
 
-    def _mismatch(self) -> str | None:
-        """What is wrong with the file for this engine."""
-        raw = os.pread(self._fd, 8 * _ATTACHERS, 0)
-        if len(raw) < 8 * _ATTACHERS:
-            return "no content"
-        words = struct.unpack(f"={_ATTACHERS}Q", raw)
-        size, shape = os.fstat(self._fd).st_size, self.shape
-        if words[_MAGIC] != MAGIC or words[_FORMAT] != FORMAT:
-            return "another format"
-        if raw[8 * _DIGEST : 8 * _DIGEST + 32] != _padded(shape.digest):
-            return "another model or layout"
-        if (words[_NUM_SLOTS], words[_KEYS_PER_SLOT]) != (shape.num_slots, shape.keys_per_slot):
-            return f"{words[_NUM_SLOTS]} blocks instead of {shape.num_slots}"
-        if words[_NUM_PARTS] != shape.num_parts:
-            return f"blocks of {words[_NUM_PARTS]} parts instead of {shape.num_parts}"
-        if not shape.row_bytes:  # only the table is wanted
-            return None
-        if size != shape.region_starts[-1] or words[_SIZE] != size:
-            return f"{size} bytes instead of {shape.region_starts[-1]}"
-        return None
-
     def _make(self) -> None:
-        """Clear the file and reserve its memory; the magic comes last, so that half a file is none."""
+        """Clear the file and reserve its memory."""
         size, shape = self.shape.region_starts[-1], self.shape
         try:
             reserve(self._fd, size, self._clock, self.path)
@@ -213,23 +164,20 @@ class SharedSegment:
                 f"shared_pool: {os.path.dirname(self.path)} has no room for {size} bytes ({error.strerror}); lower "
                 "cpu_bytes_to_use or num_cpu_blocks, or enlarge that file system"
             ) from error
-        header = struct.pack("=5Q", 0, FORMAT, shape.num_slots, shape.keys_per_slot, size)
-        parts = struct.pack("=Q", shape.num_parts)
-        os.pwrite(self._fd, header + _padded(shape.digest) + parts, 0)
-        os.pwrite(self._fd, struct.pack("=Q", MAGIC), 0)
+        write_header(self._fd, shape)
 
     def _join(self, engine_id: str | None, member: int) -> int:
         tag = engine_tag(engine_id) if engine_id is not None else int.from_bytes(os.urandom(8), "little")
         for index in range(MAX_PLACES):
-            is_ours = self._attacher(index, _ACTIVE) and self._attacher(index, _ENGINE) == tag
+            is_ours = self._attacher(index, ACTIVE) and self._attacher(index, ENGINE) == tag
             if is_ours and self._locks.is_alive(index):
                 return self._join_at(index, member, engine_id)
         for index in range(MAX_PLACES):
-            if not self._attacher(index, _ACTIVE) and not self._locks.is_alive(index):
-                self._set_attacher(index, _PID, os.getpid())
-                self._set_attacher(index, _ENGINE, tag)
-                self._set_attacher(index, _LEFT_NS, 0)
-                self._set_attacher(index, _ACTIVE, 1)
+            if not self._attacher(index, ACTIVE) and not self._locks.is_alive(index):
+                self._set_attacher(index, PID, os.getpid())
+                self._set_attacher(index, ENGINE, tag)
+                self._set_attacher(index, LEFT_NS, 0)
+                self._set_attacher(index, ACTIVE, 1)
                 return self._join_at(index, member, engine_id)
         raise ValueError(f"shared_pool: {self.path} is used by {MAX_PLACES} engines, the most there may be")
 
@@ -265,8 +213,12 @@ class SharedSegment:
         return self.shape.num_parts
 
     @property
+    def max_width(self) -> int:
+        return self.shape.max_width
+
+    @property
     def epoch(self) -> int:
-        return self._words[_EPOCH]
+        return self._words[EPOCH]
 
     def acquire(self) -> bool:
         if self._fd < 0 or not self._locks.wait_for_mutex(self._patience_s):
@@ -275,67 +227,72 @@ class SharedSegment:
         return True
 
     def release(self) -> None:
-        self._seen = self._words[_CHANGES]
+        self._seen = self._words[CHANGES]
         self._locks.release_mutex()
 
     def take_changes(self) -> Iterable[int]:
-        now, seen = self._words[_CHANGES], self._seen
+        now, seen = self._words[CHANGES], self._seen
         if seen is None:  # slots that nobody has ever used are as this engine thinks they are
             return [slot for slot in range(1, self.num_slots) if self._is_used(slot)]
         if now - seen > LOG_SLOTS:
             return range(1, self.num_slots)
-        return sorted({self._words[_LOG + n % LOG_SLOTS] for n in range(seen, now)})
+        return sorted({self._words[LOG + n % LOG_SLOTS] for n in range(seen, now)})
 
     def read(self, slot: int) -> SlotRecord:
         at, words = self._at(slot), self._words
-        state = SlotState(words[at + _CONTROL] & ((1 << _STATE_BITS) - 1))
-        if words[at + _BORN] != words[_EPOCH]:
+        state = SlotState(words[at + CONTROL] & ((1 << STATE_BITS) - 1))
+        if words[at + BORN] != words[EPOCH]:
             state = SlotState.EMPTY
         keys: Keys = ()
+        companions: tuple[int, ...] = ()
         if state is not SlotState.EMPTY:
-            control, keys = self._known_keys.get(slot, (0, ()))
-            if control != words[at + _CONTROL]:
-                keys = self._read_keys(at)
-                self._known_keys[slot] = (words[at + _CONTROL], keys)
-        holders = words[at + _HOLDERS]
-        here = bool(holders & self._bit)
-        return SlotRecord(state, keys, here, bool(holders & ~self._bit), self._signed[at + _STAMP])
+            control, keys, companions = self._known.get(slot, (0, (), ()))
+            if control != words[at + CONTROL]:
+                keys, companions = self._read_keys(at), self._read_companions(at)
+                self._known[slot] = (words[at + CONTROL], keys, companions)
+        holders = words[at + HOLDERS]
+        here, elsewhere = bool(holders & self._bit), bool(holders & ~self._bit)
+        return SlotRecord(state, keys, here, elsewhere, self._signed[at + STAMP], companions)
 
-    def write_content(self, slot: int, state: SlotState, keys: Keys) -> None:
+    def write_content(
+        self, slot: int, state: SlotState, keys: Keys, companions: tuple[int, ...] = ()
+    ) -> None:
         at, old = self._at(slot), self.read(slot)
-        if (old.state, old.keys) == (state, keys):
+        is_same = (old.keys, old.companions) == (keys, companions)
+        if old.state is state and is_same:
             return
         self._log(slot)
-        if old.keys != keys or old.state is SlotState.EMPTY:
+        if not is_same or old.state is SlotState.EMPTY:
             self._set_state(at, SlotState.EMPTY)
             if state is SlotState.EMPTY:
                 return
             self._write_keys(at, keys)
-            self._put(at + _BORN, self._words[_EPOCH])
+            self._write_companions(at, companions)
+            self._put(at + BORN, self._words[EPOCH])
         self._set_state(at, state)
-        self._known_keys[slot] = (self._words[at + _CONTROL], keys)
+        self._known[slot] = (self._words[at + CONTROL], keys, companions)
 
     def write_hold(self, slot: int, held: bool, stamp: int) -> None:
         at = self._at(slot)
-        holders = self._words[at + _HOLDERS]
+        holders = self._words[at + HOLDERS]
         now = holders | self._bit if held else holders & ~self._bit
-        is_moved = self._signed[at + _STAMP] != stamp
+        is_moved = self._signed[at + STAMP] != stamp
         if now == holders and not is_moved:
             return
         self._log(slot)
         if is_moved:
-            self._put_signed(at + _STAMP, stamp)
+            self._put_signed(at + STAMP, stamp)
         if now != holders:
-            self._put(at + _HOLDERS, now)
+            self._put(at + HOLDERS, now)
 
     def next_stamp(self, *, front: bool) -> int:
-        where, step = (_FIRST, -1) if front else (_LAST, 1)
+        where, step = (FIRST, -1) if front else (LAST, 1)
         self._put_signed(where, self._signed[where] + step)
         return self._signed[where]
 
     def start_epoch(self) -> int:
-        self._put(_EPOCH, self._words[_EPOCH] + 1)
-        return self._words[_EPOCH]
+        self._put(EPOCH, self._words[EPOCH] + 1)
+        return self._words[EPOCH]
 
     # -- records ------------------------------------------------------------------------------
 
@@ -350,34 +307,34 @@ class SharedSegment:
         self._bytes[8 * word : 8 * word + len(key)] = key
 
     def _at(self, slot: int) -> int:
-        return _SLOTS + slot * self.shape.slot_words
+        return SLOTS + slot * self.shape.slot_words
 
     def _is_used(self, slot: int) -> bool:
         at, words = self._at(slot), self._words
-        return bool(words[at + _CONTROL] or words[at + _HOLDERS] or words[at + _STAMP])
+        return bool(words[at + CONTROL] or words[at + HOLDERS] or words[at + STAMP])
 
     def _attacher(self, index: int, field: int) -> int:
-        return self._words[_ATTACHERS + index * _ATTACHER_WORDS + field]
+        return self._words[ATTACHERS + index * ATTACHER_WORDS + field]
 
     def _set_attacher(self, index: int, field: int, value: int) -> None:
-        self._put(_ATTACHERS + index * _ATTACHER_WORDS + field, value)
+        self._put(ATTACHERS + index * ATTACHER_WORDS + field, value)
 
     def _log(self, slot: int) -> None:
         """Others look at the slot again, however far its change gets."""
-        count = self._words[_CHANGES]
-        self._put(_LOG + count % LOG_SLOTS, slot)
-        self._put(_CHANGES, count + 1)
+        count = self._words[CHANGES]
+        self._put(LOG + count % LOG_SLOTS, slot)
+        self._put(CHANGES, count + 1)
 
     def _set_state(self, at: int, state: SlotState) -> None:
-        generation = (self._words[at + _CONTROL] >> _STATE_BITS) + 1
-        self._put(at + _CONTROL, generation << _STATE_BITS | state)
+        generation = (self._words[at + CONTROL] >> STATE_BITS) + 1
+        self._put(at + CONTROL, generation << STATE_BITS | state)
 
     def _read_keys(self, at: int) -> Keys:
         keys = []
-        for number in range(self._words[at + _NUM_KEYS]):
-            start = at + _KEYS + number * _KEY_WORDS
+        for number in range(self._words[at + NUM_KEYS]):
+            start = at + KEYS + number * KEY_WORDS
             raw = self._bytes[8 * start : 8 * start + KEY_BYTES]
-            tokens = self._signed[start + _KEY_WORDS - 1]
+            tokens = self._signed[start + KEY_WORDS - 1]
             key = BlockHashWithGroupId(bytes(raw[1 : 1 + raw[0]]))
             keys.append((key, None if tokens < 0 else tokens))
         return tuple(keys)
@@ -385,10 +342,21 @@ class SharedSegment:
     def _write_keys(self, at: int, keys: Keys) -> None:
         """Only while the slot is EMPTY."""
         for number, (key, tokens) in enumerate(keys):
-            start = at + _KEYS + number * _KEY_WORDS
+            start = at + KEYS + number * KEY_WORDS
             self._put_key(start, bytes((len(key),)) + key)
-            self._put_signed(start + _KEY_WORDS - 1, -1 if tokens is None else tokens)
-        self._put(at + _NUM_KEYS, len(keys))
+            self._put_signed(start + KEY_WORDS - 1, -1 if tokens is None else tokens)
+        self._put(at + NUM_KEYS, len(keys))
+
+    def _read_companions(self, at: int) -> tuple[int, ...]:
+        start = at + self.shape.companion_word
+        found = self._words[start : start + self.shape.max_width - 1]
+        return tuple(slot for slot in found if slot)
+
+    def _write_companions(self, at: int, companions: tuple[int, ...]) -> None:
+        """Only while the slot is EMPTY."""
+        start = at + self.shape.companion_word
+        for number in range(self.shape.max_width - 1):
+            self._put(start + number, companions[number] if number < len(companions) else 0)
 
     # -- the dead -----------------------------------------------------------------------------
 
@@ -399,32 +367,41 @@ class SharedSegment:
             return
         self._next_search = now + LOOK_FOR_DEAD_S
         for index in range(MAX_PLACES):
-            if not self._attacher(index, _ACTIVE) or index == self._index or self._locks.is_alive(index):
+            if not self._attacher(index, ACTIVE) or index == self._index or self._locks.is_alive(index):
                 continue
             moment = time.monotonic_ns()
-            if not self._attacher(index, _LEFT_NS):
-                self._set_attacher(index, _LEFT_NS, moment)
-            if moment - self._attacher(index, _LEFT_NS) < self._grace_s * 1e9:
+            if not self._attacher(index, LEFT_NS):
+                self._set_attacher(index, LEFT_NS, moment)
+            if moment - self._attacher(index, LEFT_NS) < self._grace_s * 1e9:
                 continue
             logger.info(
-                "KV offload: process %d is gone; its slots are free again.", self._attacher(index, _PID)
+                "KV offload: process %d is gone; its slots are free again.", self._attacher(index, PID)
             )
             self._drop_holds(index)
-            self._set_attacher(index, _ACTIVE, 0)
+            self._set_attacher(index, ACTIVE, 0)
 
     def _drop_holds(self, index: int) -> None:
         """What the engine in this place was filling is empty; what it was reading stays."""
         bit, words = 1 << index, self._words
-        for slot in range(1, self.num_slots):
+        first_of = self._find_companions()
+        held = [slot for slot in range(1, self.num_slots) if words[self._at(slot) + HOLDERS] & bit]
+        for slot in sorted(held, key=lambda slot: (first_of.get(slot, slot), slot not in first_of)):
             at = self._at(slot)
-            if not words[at + _HOLDERS] & bit:
-                continue
             self._log(slot)
-            findable = words[at + _CONTROL] & ((1 << _STATE_BITS) - 1) == SlotState.FINDABLE
+            findable = words[at + CONTROL] & ((1 << STATE_BITS) - 1) == SlotState.FINDABLE
             if not findable:
                 self._set_state(at, SlotState.EMPTY)
-            self._put_signed(at + _STAMP, self.next_stamp(front=not findable))
-            self._put(at + _HOLDERS, words[at + _HOLDERS] & ~bit)
+            stays = findable or slot in first_of
+            self._put_signed(at + STAMP, self.next_stamp(front=not stays))
+            self._put(at + HOLDERS, words[at + HOLDERS] & ~bit)
+
+    def _find_companions(self) -> dict[int, int]:
+        """Slots that are companions in what can be found, and the first slot of each."""
+        if self.max_width == 1:
+            return {}
+        records = [(slot, self.read(slot)) for slot in range(1, self.num_slots)]
+        findable = [(slot, record) for slot, record in records if record.state is SlotState.FINDABLE]
+        return {companion: slot for slot, record in findable for companion in record.companions}
 
     # -- bytes and end ------------------------------------------------------------------------
 
@@ -444,7 +421,7 @@ class SharedSegment:
             if self._locks.wait_for_mutex(self._patience_s):
                 if not self._locks.is_alive(self._index):
                     self._drop_holds(self._index)
-                    self._set_attacher(self._index, _ACTIVE, 0)
+                    self._set_attacher(self._index, ACTIVE, 0)
                 if not self.attached() and is_at(self.path, os.fstat(self._fd)):
                     os.unlink(self.path)
         finally:
@@ -452,43 +429,3 @@ class SharedSegment:
             fd, self._fd = self._fd, -1
             self._locks.drop_all()
             os.close(fd)
-
-
-def read_shape(fd: int, path: str) -> SegmentShape:
-    """What the header of a segment says, without its regions. ``ValueError`` if it is none."""
-    raw = os.pread(fd, 8 * _ATTACHERS, 0)
-    words = struct.unpack(f"={_ATTACHERS}Q", raw.ljust(8 * _ATTACHERS, b"\0"))
-    if words[_MAGIC] != MAGIC or words[_FORMAT] != FORMAT:
-        raise ValueError(f"shared_pool: {path} is no pool of this version")
-    digest = raw[8 * _DIGEST : 8 * _DIGEST + 32]
-    return SegmentShape(digest, words[_NUM_SLOTS], words[_KEYS_PER_SLOT], (), words[_NUM_PARTS])
-
-
-def engine_tag(engine_id: str) -> int:
-    """By what the processes of an engine know each other in the file."""
-    return int.from_bytes(hashlib.sha256(engine_id.encode()).digest()[:8], "little")
-
-
-def members_of(path: str, engine_id: str, num_members: int) -> list[int] | None:
-    """Which of an engine's processes use the segment now; None if the engine has no place in it.
-
-    ``OSError`` if the file cannot be read.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        raw = os.pread(fd, 8 * _ATTACHER_WORDS * MAX_PLACES, 8 * _ATTACHERS)
-        locks, tag = PlaceLocks(fd, MonotonicClock()), engine_tag(engine_id)
-        for place, record in enumerate(struct.iter_unpack(f"={_ATTACHER_WORDS}Q", raw)):
-            if record[_ACTIVE] and record[_ENGINE] == tag and locks.is_alive(place):
-                return [member for member in range(num_members) if locks.is_there(place, member)]
-    finally:
-        os.close(fd)
-    return None
-
-
-def _padded(digest: bytes) -> bytes:
-    return digest[:32].ljust(32, b"\0")
-
-
-def _aligned(size: int) -> int:
-    return -(-size // PAGE) * PAGE
