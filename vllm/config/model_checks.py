@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from vllm.transformers_utils.config_record import ConfigRecord
+from vllm.transformers_utils.config_record import TEXT_RECORDS, ConfigRecord
 
 _SIZES: Final = (
     "hidden_size",
@@ -21,6 +21,9 @@ _SIZES: Final = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "vocab_size_per_layer_input",
     "n_embd",
     "n_layer",
     "n_head",
@@ -47,7 +50,15 @@ _SIZES: Final = (
 _LINEAR_SIZES: Final = ("num_heads", "head_dim", "short_conv_kernel_size")
 # Any of them makes the width independent of the number of heads.
 _HEAD_SIZES: Final = ("head_dim", "head_size", "attention_head_dim", "kv_lora_rank")
-_EPSILONS: Final = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_POSITIVES: Final = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_eps",
+    "norm_epsilon",
+    "query_pre_attn_scalar",
+    "final_logit_softcapping",
+)
 _DTYPES: Final = ("auto", "float16", "half", "bfloat16", "float32", "float", "float64", "double")
 # Records that may hold settings of the rotary embedding.
 _ROPE_RECORDS: Final = ("rope_parameters", "rope_scaling")
@@ -55,6 +66,8 @@ _ROPE_RECORDS: Final = ("rope_parameters", "rope_scaling")
 
 def check_config(config: ConfigRecord) -> None:
     """Refuse sizes, constants and types with which no model computes. Raises ValueError naming key and value."""
+    for key in TEXT_RECORDS:
+        _check(config, key, _is_record, "must be an object")
     text = config.get_text_config()
     for record in (config, text):
         for key in ("dtype", "torch_dtype"):
@@ -68,12 +81,19 @@ def check_config(config: ConfigRecord) -> None:
     if isinstance(linear, ConfigRecord):
         for key in _LINEAR_SIZES:
             _check(linear, key, _is_size, "in linear_attn_config must be a positive integer")
-    for key in _EPSILONS:
+    for key in _POSITIVES:
         _check(text, key, _is_positive, "must be a positive finite number")
     for record in _rope_records(text):
         _check(record, "rope_theta", _is_positive, "must be a positive finite number")
         _check(record, "partial_rotary_factor", _is_share, "must be a number in (0, 1]")
-    _check(text, "head_dim", _is_even, "must be even: rotary embeddings turn pairs")
+    for key in ("head_dim", "global_head_dim"):
+        _check(text, key, _is_even, "must be even: rotary embeddings turn pairs")
+    by_layer = text.get("per_layer_config")
+    for record in by_layer.values() if isinstance(by_layer, ConfigRecord) else ():
+        if isinstance(record, ConfigRecord):
+            for key in ("head_dim", "num_key_value_heads"):
+                _check(record, key, _is_size, "in per_layer_config must be a positive integer")
+            _check(record, "head_dim", _is_even, "in per_layer_config must be even")
     _check_implied_head(text)
     _check_heads(text)
     _check_turned_part(text)
@@ -162,6 +182,10 @@ def _check_experts(text: ConfigRecord) -> None:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_record(value: object) -> bool:
+    return isinstance(value, ConfigRecord)
 
 
 def _is_even(value: object) -> bool:

@@ -171,6 +171,17 @@ def test_missing_size_is_reported_with_its_names(tmp_path):
         ),
         ({"q_lora_rank": 0}, "q_lora_rank=0 must be a positive integer"),
         ({"index_topk": "8"}, "index_topk='8' must be a positive integer"),
+        ({"global_head_dim": 0}, "global_head_dim=0 must be a positive integer"),
+        ({"global_head_dim": 31}, "global_head_dim=31 must be even"),
+        ({"vocab_size_per_layer_input": "9"}, "vocab_size_per_layer_input='9' must be a positive integer"),
+        ({"per_layer_config": {"2": {"head_dim": 31}}}, "head_dim=31 in per_layer_config must be even"),
+        (
+            {"per_layer_config": {"2": {"num_key_value_heads": 0}}},
+            "num_key_value_heads=0 in per_layer_config must be a positive integer",
+        ),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1 must be a positive finite number"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping=0 must be"),
+        ({"text_config": 5}, "text_config=5 must be an object"),
         ({"linear_attn_config": {"num_heads": 0}}, "num_heads=0 in linear_attn_config"),
         (
             {"n_routed_experts": 4, "num_experts_per_tok": 5},

@@ -100,6 +100,7 @@ class GemmaParams:
     @staticmethod
     def _read(text: Mapping[str, Any], generation: int) -> GemmaParams:
         _refuse(text)
+        _check(text)
         layers = _read_layers(text, generation)
         has_experts = bool(text.get("enable_moe_block", False))
         ple = int(text.get("hidden_size_per_layer_input", 0))
@@ -176,12 +177,46 @@ def _refuse(text: Mapping[str, Any]) -> None:
         )
 
 
+def _check(text: Mapping[str, Any]) -> None:
+    """`ValueError` for values with which no model of the family computes."""
+    count = int(text["num_hidden_layers"])
+    experts = text.get("num_experts", 0) if text.get("enable_moe_block") else None
+    limits = {
+        "sliding_window": (1, None),
+        "sliding_window_pattern": (1, None),
+        "_sliding_window_pattern": (1, None),
+        "num_kv_shared_layers": (0, count - 1),
+        "hidden_size_per_layer_input": (0, None),
+        **({"num_experts": (1, None), "top_k_experts": (1, experts)} if experts is not None else {}),
+    }
+    for name, (low, high) in limits.items():
+        value = text.get(name, low)
+        if type(value) is not int or value < low or (high is not None and value > high):
+            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{name} {value!r} must be a whole number {bounds}")
+    by_layer, used = text.get("per_layer_config", {}), text.get("rope_parameters", {})
+    if isinstance(used, Mapping):
+        used = {kind: rope for kind, rope in used.items() if kind in (_FULL, _SLIDING)}
+    for name, record in (("per_layer_config", by_layer), ("rope_parameters", used)):
+        if not isinstance(record, Mapping) or not all(isinstance(own, Mapping) for own in record.values()):
+            raise ValueError(
+                f"{name} {record!r} must be an object of objects, one for each layer or layer type"
+            )
+    strangers = [key for key in by_layer if not key.isdecimal() or int(key) >= count]
+    if strangers:
+        raise ValueError(f"per_layer_config names {', '.join(strangers)}: there are layers 0 to {count - 1}")
+
+
 def _read_ropes(
     text: Mapping[str, Any], generation: int, layers: tuple[GemmaLayerParams, ...]
 ) -> dict[str, RopeParams]:
     """Rotary settings by layer type; each type has a base of its own where the checkpoint names none."""
     by_kind = text.get("rope_parameters") or (_ROPE if generation == 4 else _old_ropes(text))
     ropes: dict[str, RopeParams] = {}
+    for kind in (_FULL, _SLIDING):
+        sizes = sorted({layer.head_dim for layer in layers if layer.kind == kind})
+        if len(sizes) > 1:
+            raise ValueError(f"head_dim {sizes} of {kind} layers: layers of one type are turned alike")
     for layer in layers:
         settings = {"rope_theta": _THETA[layer.kind], **by_kind[layer.kind]}
         config = {**text, "rope_scaling": None, "rope_parameters": settings}
@@ -201,7 +236,7 @@ def _old_ropes(text: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _read_layers(text: Mapping[str, Any], generation: int) -> tuple[GemmaLayerParams, ...]:
     kinds = _layer_kinds(text, generation)
-    first_sharing = len(kinds) - int(text.get("num_kv_shared_layers") or 0)
+    first_sharing = len(kinds) - int(text.get("num_kv_shared_layers", 0))
     doubles = bool(text.get("use_double_wide_mlp", False))
     layers = []
     for i, kind in enumerate(kinds):
