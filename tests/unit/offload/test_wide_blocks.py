@@ -242,12 +242,21 @@ def test_the_budget_counts_what_blocks_take(rigs: list[RankRig], tmp_path: Path)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("slots", [3, 4, 5, 6, 7])
-def test_stores_take_no_more_slots_than_there_are(slots: int, lazy: bool, rigs: list[RankRig]) -> None:
-    specs = [latent(), replace(full(), max_tp_shards=None)]  # type: ignore[call-arg]
-    rig = RankRig(specs, ranks=3, held=False, host_blocks=slots, device_blocks=24, lazy=lazy)
+@pytest.mark.parametrize("slots", [4, 5, 6, 7])
+@pytest.mark.parametrize("own", [replace(full(), max_tp_shards=None), mamba()], ids=["heads", "states"])  # type: ignore[call-arg]
+def test_stores_take_no_more_slots_than_there_are(
+    own: KVCacheSpec, slots: int, lazy: bool, rigs: list[RankRig]
+) -> None:
+    rig = RankRig([latent(), own], ranks=3, host_blocks=slots, device_blocks=24, lazy=lazy)
     rigs.append(rig)
-    for seed in range(6):
-        rig.generate(prompt(13, seed), 2)
+    for seed in range(3):
+        rig.add(prompt(13, seed), 6)
+    for step in range(60):
+        if rig.scheduler.has_requests():
+            rig.step(copies=False)
+        if step % 4 == 3:
+            for rank in range(3):
+                rig.mover(rank).release()
+    rig.run()
     assert rig.manager.store_side.ledger.done > 0
     rig.assert_at_rest()
