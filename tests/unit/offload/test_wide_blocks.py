@@ -11,8 +11,10 @@ import pytest
 from tests.helpers.offload_rig import full, mamba, prompt
 from tests.helpers.rank_rig import RankRig
 from tests.helpers.shared_engines import Killed, MiniEngine, key_of, shape
+from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.simple_kv_offload.copy_backends import shared_host
+from vllm.v1.simple_kv_offload.selection import Selection
 from vllm.v1.simple_kv_offload.wide_blocks import WideBlocks
 
 NARROW, WIDE = 0, 1
@@ -239,6 +241,20 @@ def test_the_budget_counts_what_blocks_take(rigs: list[RankRig], tmp_path: Path)
     assert rig.manager.num_cpu_blocks == size // specs[0].page_size_bytes
     (segment,) = tmp_path.iterdir()
     assert 0.98 * size <= segment.stat().st_size <= 1.02 * size
+
+
+def test_the_look_ahead_is_for_the_content_that_is_asked_about(rigs: list[RankRig]) -> None:
+    """Also where it begins behind others that were chosen: two slots are too few for three ranks' states."""
+    rig = RankRig([latent(), mamba()], ranks=3, host_blocks=4)
+    rigs.append(rig)
+    narrow, wide = key_of(1, NARROW), key_of(2, WIDE)
+    selection = Selection(rig.manager.tier)
+    assert len(selection.next_victims(wide)) == 3
+    selection.add_plain(KVCacheBlock(1), narrow)
+    selection.recheck_victims()
+    assert not selection.next_victims(wide)
+    selection.recheck_victims()
+    assert len(selection.next_victims(narrow)) == 1
 
 
 @pytest.mark.parametrize("lazy", [False, True])

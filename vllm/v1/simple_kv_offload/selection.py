@@ -78,8 +78,8 @@ class Selection:
         """The slots that one more candidate of this key would get; empty if there are too few."""
         if self._victims is None:
             self._victims = self._tier.victims()
-            for key in self.candidates.contents.primary_keys:
-                self._victims.take(key)
+            for chosen in self.candidates.contents.primary_keys:
+                self._victims.take(chosen)
         return self._victims.peek_for(key)
 
     def recheck_victims(self) -> None:
