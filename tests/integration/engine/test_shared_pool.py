@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -35,10 +36,12 @@ def pool() -> Iterator[str]:
 def start(pool: str) -> Iterator[Start]:
     engines: list[LLMEngine] = []
 
-    def begin(name: str = "llama", multiprocessing: bool = True, **extra: Any) -> LLMEngine:
+    def begin(
+        name: str = "llama", multiprocessing: bool = True, device_blocks: int | None = None, **extra: Any
+    ) -> LLMEngine:
         settings = offload_settings()
         settings["kv_transfer_config"]["kv_connector_extra_config"] |= {"shared_pool": pool, **extra}
-        args = engine_args(name, max_model_len=512, **settings)
+        args = engine_args(name, max_model_len=512, num_gpu_blocks_override=device_blocks, **settings)
         engines.append(LLMEngine.from_engine_args(args, enable_multiprocessing=multiprocessing))
         return engines[-1]
 
@@ -112,6 +115,62 @@ def test_an_engine_killed_while_it_stores_harms_nobody(start: Start, pool: str) 
     outputs = run(heir, {"again": prompts["r23"]})
     assert tokens(outputs["again"]) == expected["r23"]
     assert len(segments(pool)) == 1
+
+
+def test_engines_under_load_answer_as_one_without_a_pool(start: Start) -> None:
+    """Aborts, resets and a sudden death among engines that evict each other's blocks."""
+    rng = random.Random(1)
+    prompts = [prompt_of(180, family)[:length] for family in range(6) for length in (40, 97, 180)]
+    cold = LLMEngine.from_engine_args(engine_args(max_model_len=512), enable_multiprocessing=False)
+    expected = [
+        tokens(run(cold, {f"r{number}": prompt})[f"r{number}"]) for number, prompt in enumerate(prompts)
+    ]
+    cold.shutdown()
+    alive = [start(device_blocks=36, num_cpu_blocks=45) for _ in range(3)]
+    victim = alive[2]
+    done: dict[str, RequestOutput] = {}
+    under_way: dict[str, LLMEngine] = {}
+    num_resets = num_aborts = 0
+    for turn in range(120):
+        engine = rng.choice(alive)
+        if rng.random() < 0.5:
+            number = rng.randrange(len(prompts))
+            params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+            engine.add_request(f"{turn}:{number}", {"prompt_token_ids": prompts[number]}, params)
+            under_way[f"{turn}:{number}"] = engine
+        if rng.random() < 0.1 and under_way:
+            gone = rng.choice(sorted(under_way))
+            under_way.pop(gone).abort_request([gone])
+            num_aborts += 1
+        if rng.random() < 0.04:
+            engine.reset_prefix_cache(reset_connector=True)
+            num_resets += 1
+        if turn == 60:
+            os.kill(victim.engine_core.core_pids[0], signal.SIGKILL)
+            alive.remove(victim)
+            under_way = {key: owner for key, owner in under_way.items() if owner is not victim}
+        elif engine.has_unfinished_requests():
+            note_finished(engine, done)
+        under_way = {key: owner for key, owner in under_way.items() if key not in done}
+    for engine in alive:
+        while engine.has_unfinished_requests():
+            note_finished(engine, done)
+    assert set(under_way) <= set(done)
+    for request_id, output in done.items():
+        if output.outputs[0].finish_reason != "abort":
+            assert tokens(output) == expected[int(request_id.split(":")[1])], request_id
+    assert num_aborts > 3
+    assert num_resets > 1
+    by_source = [output.cached_tokens_by_source or {} for output in done.values()]
+    assert sum(sources.get("host", 0) for sources in by_source) > 100, "loaded from the pool"
+
+
+def note_finished(engine: LLMEngine, done: dict[str, RequestOutput]) -> None:
+    """One step."""
+    for output in engine.step():
+        if output.finished:
+            assert isinstance(output, RequestOutput)
+            done[output.request_id] = output
 
 
 def test_a_reset_of_one_engine_empties_the_pool_for_all(start: Start) -> None:
