@@ -14,6 +14,7 @@ from tests.helpers.shared_engines import Killed, MiniEngine, key_of, shape
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.simple_kv_offload.copy_backends import shared_host
+from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
 from vllm.v1.simple_kv_offload.selection import Selection
 from vllm.v1.simple_kv_offload.wide_blocks import WideBlocks
 
@@ -182,6 +183,26 @@ def test_what_a_dead_engine_was_reading_is_not_the_next_to_go(path: Path) -> Non
     assert store(a, 4, NARROW)
     assert has(a, 1, WIDE)
     assert not has(a, 2, WIDE), "the older one"
+
+
+def test_the_end_of_an_engine_reads_no_record_of_slots_that_it_does_not_hold(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a large pool that would take longer than the others wait for the lock."""
+    a, b = engine_at(path, num_slots=400), engine_at(path, num_slots=400)
+    for number in range(100):
+        assert store(a, number, WIDE)
+    assert b.read(key_of(1, WIDE))
+    read: list[int] = []
+    original = SharedSegment.read
+    monkeypatch.setattr(SharedSegment, "read", lambda self, slot: read.append(slot) or original(self, slot))
+    b.segment.close()
+    monkeypatch.undo()
+    assert len(read) <= WIDTHS[WIDE]
+    for number in range(100, 134):
+        assert store(a, number, WIDE)
+    assert has(a, 1, WIDE), "read last"
+    assert not has(a, 0, WIDE)
 
 
 def test_companions_of_a_held_block_do_not_change() -> None:

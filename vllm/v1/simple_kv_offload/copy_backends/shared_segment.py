@@ -14,6 +14,10 @@ import os
 import stat
 import time
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from vllm.logger import init_logger
 from vllm.utils.clock import Clock, MonotonicClock
@@ -57,6 +61,8 @@ from vllm.v1.simple_kv_offload.copy_backends.shared_places import (
 from vllm.v1.simple_kv_offload.shared_pool import Keys, SlotRecord, SlotState
 
 logger = init_logger(__name__)
+
+Words = npt.NDArray[np.integer[Any]]
 
 LOCK_PATIENCE_S = 5.0
 START_PATIENCE_S = 120.0
@@ -383,9 +389,10 @@ class SharedSegment:
     def _drop_holds(self, index: int) -> None:
         """What the engine in this place was filling is empty; what it was reading stays."""
         bit, words = 1 << index, self._words
-        first_of = self._find_companions()
-        held = [slot for slot in range(1, self.num_slots) if words[self._at(slot) + HOLDERS] & bit]
-        for slot in sorted(held, key=lambda slot: (first_of.get(slot, slot), slot not in first_of)):
+        records = self._records()
+        held = np.flatnonzero(records[:, HOLDERS] & np.uint64(bit)).astype(np.uint64)
+        first_of = self._find_firsts(records, held)
+        for slot in sorted(held.tolist(), key=lambda slot: (first_of.get(slot, slot), slot not in first_of)):
             at = self._at(slot)
             self._log(slot)
             findable = words[at + CONTROL] & ((1 << STATE_BITS) - 1) == SlotState.FINDABLE
@@ -395,13 +402,19 @@ class SharedSegment:
             self._put_signed(at + STAMP, self.next_stamp(front=not stays))
             self._put(at + HOLDERS, words[at + HOLDERS] & ~bit)
 
-    def _find_companions(self) -> dict[int, int]:
-        """Slots that are companions in what can be found, and the first slot of each."""
-        if self.max_width == 1:
-            return {}
-        records = [(slot, self.read(slot)) for slot in range(1, self.num_slots)]
-        findable = [(slot, record) for slot, record in records if record.state is SlotState.FINDABLE]
-        return {companion: slot for slot, record in findable for companion in record.companions}
+    def _records(self) -> Words:
+        """All slots' records, a row each: whoever looks at every slot keeps the others waiting."""
+        shape = self.shape
+        flat = np.frombuffer(self._map, np.uint64, shape.num_slots * shape.slot_words, 8 * SLOTS)
+        return flat.reshape(shape.num_slots, shape.slot_words)
+
+    def _find_firsts(self, records: Words, slots: Words) -> dict[int, int]:
+        """The first slot of those that are companions in what can be found."""
+        is_found = (records[:, CONTROL] & np.uint64((1 << STATE_BITS) - 1)) == SlotState.FINDABLE
+        firsts = np.flatnonzero(is_found & (records[:, BORN] == self._words[EPOCH]))
+        companions = records[firsts, self.shape.companion_word :]
+        rows, columns = np.nonzero(np.isin(companions, slots) & (companions != 0))
+        return dict(zip(companions[rows, columns].tolist(), firsts[rows].tolist(), strict=True))
 
     # -- bytes and end ------------------------------------------------------------------------
 
