@@ -74,6 +74,7 @@ class Run(TierResetRun, SharedRun):
         self.consumer = Consumer(self.world.publisher)
         self.seen_entries: dict[str, list[tuple[int, BlockHashWithGroupId]]] = {}
         self.idle_steps = 0
+        self._waited: set[str] = set()
         self._writes: dict[int, dict[str, dict[int, int]]] = {}
         self.asked: dict[str, int] = {}
         if self.shelf is not None:
@@ -303,7 +304,9 @@ class Run(TierResetRun, SharedRun):
         paused = self.scheduler.pause_state is not PauseState.UNPAUSED
         waits = self.world.grammars.pending or self.put_off_since
         is_under_way = self.steps or self.worker.is_waited_for or waits
-        if busy or paused or is_under_way or not self.live():
+        waited, self._waited = self._waited, set(self.scheduler.requests)
+        some_ended = not waited <= self._waited  # a step that ends whom nothing can help is none that idles
+        if busy or paused or is_under_way or some_ended or not self._waited:
             self.idle_steps = 0
             return
         self.idle_steps += 1
