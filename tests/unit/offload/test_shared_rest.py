@@ -13,6 +13,7 @@ from tests.helpers.offload_rig import full, prompt
 from tests.helpers.rank_rig import RankRig
 from vllm.v1.simple_kv_offload.admission import CopiedLately
 from vllm.v1.simple_kv_offload.copy_backends import shared_host
+from vllm.v1.simple_kv_offload.selection import Selection
 
 STEPS = 60
 """Of each engine; they have all done what they had to do by half of them."""
@@ -115,3 +116,22 @@ def test_a_block_is_copied_again_when_as_many_were_lost_as_are_in_danger() -> No
     assert among(16, limit=1) == ["a"], "the latest are remembered"
     assert among(17) == []
     assert len(lately) == 0
+
+
+def test_a_slot_left_over_of_a_block_of_others_is_no_empty_one_to_a_copy_made_again() -> None:
+    """Each of their blocks leaves one when its other slots are taken: such copies would go on for ever."""
+    idle, busy = node(2, lazy=False, device_blocks=60, slots=17, kind="wide")
+    tier = idle.manager.tier
+    with tier.turn:
+        assert not Selection(tier).evicts_others(), "all is empty"
+    for seed in range(4):
+        busy.generate(prompt(21, seed), max_tokens=1)
+    assert tier.shared is not None
+    with tier.turn:
+        assert tier.num_stageable == 16
+        while tier.is_of_others(tier.victims().peek()):
+            tier.shared.get_blocks_for([None])
+        assert tier.victims().peek() is not None
+        assert Selection(tier).evicts_others()
+    for rig in (idle, busy):
+        rig.close()

@@ -38,6 +38,10 @@ class Victims(ABC):
         victim = self.peek()
         return () if victim is None else (victim,)
 
+    def peek_widest(self) -> Sequence[KVCacheBlock]:
+        """The next slots, as many as the largest content takes; fewer if there are no more."""
+        return self.peek_for(None)
+
     @abstractmethod
     def take(self, key: BlockHashWithGroupId | None) -> None:
         """That slot is meant for content of this key (None: of any). There must be one."""

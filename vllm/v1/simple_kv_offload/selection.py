@@ -76,11 +76,20 @@ class Selection:
 
     def next_victims(self, key: BlockHashWithGroupId | None) -> Sequence[KVCacheBlock]:
         """The slots that one more candidate of this key would get; empty if there are too few."""
+        return self._look_ahead().peek_for(key)
+
+    def evicts_others(self) -> bool:
+        """Whether one more candidate would take what another engine has stored, or a slot left over of that: there are
+        fewer of those than the widest block takes.
+        """
+        return any(map(self._tier.is_of_others, self._look_ahead().peek_widest()))
+
+    def _look_ahead(self) -> Victims:
         if self._victims is None:
             self._victims = self._tier.victims()
             for chosen in self.candidates.contents.primary_keys:
                 self._victims.take(chosen)
-        return self._victims.peek_for(key)
+        return self._victims
 
     def recheck_victims(self) -> None:
         """The tier's order of eviction has changed."""

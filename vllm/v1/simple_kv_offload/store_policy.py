@@ -386,8 +386,7 @@ def _select_from_mixed(
     chosen = Selection(stores.tier, lambda slot: slot.block_hash in all_keys, max_blocks)
     chosen.room = min(chosen.room, limit)
     again = stores.copied_lately(lacking, len(endangered.keys))
-    oldest = chosen.next_victims(keys[0] if keys else None) if again else ()
-    if again and len(again) == len(lacking) and any(map(stores.tier.is_of_others, oldest)):
+    if again and len(again) == len(lacking) and chosen.evicts_others():
         return chosen  # and stays as it is, until something is new
     if keys and (out_of_sight or len(keys) < len(endangered.keys)):
         slots = [stores.tier.get(key) for key in (*endangered.keys, *out_of_sight) if key not in lacking]
@@ -400,7 +399,7 @@ def _select_from_mixed(
             continue
         if not chosen.has_room_for(key):
             break
-        if key in again and any(map(stores.tier.is_of_others, chosen.next_victims(key))):
+        if key in again and chosen.evicts_others():
             continue
         stores.choose(chosen, block, None)
     return chosen

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from vllm.utils.checks import check
 from vllm.v1.core.block_hash import BlockHashWithGroupId, get_group_id
@@ -132,12 +133,15 @@ class WideVictims(Victims):
 
     def peek_for(self, key: BlockHashWithGroupId | None) -> Sequence[KVCacheBlock]:
         width = self._wide.width(key)
-        while len(self._ahead) < width:
-            block = next(self._queue, None)
-            if block is None:
-                return ()
-            self._ahead.append(block)
-        return [self._blocks[self._wide.first_of(self._ahead[i].block_id)] for i in range(width)]
+        found = self._look(width)
+        return found if len(found) == width else ()
+
+    def peek_widest(self) -> Sequence[KVCacheBlock]:
+        return self._look(max(self._wide.widths))
+
+    def _look(self, count: int) -> Sequence[KVCacheBlock]:
+        self._ahead.extend(islice(self._queue, max(0, count - len(self._ahead))))
+        return [self._blocks[self._wide.first_of(slot.block_id)] for slot in islice(self._ahead, count)]
 
     def take(self, key: BlockHashWithGroupId | None) -> None:
         for _ in self.peek_for(key):
