@@ -13,9 +13,12 @@ from tests.helpers.rank_rig import RankRig
 from tests.helpers.shared_engines import Killed, MiniEngine, key_of, shape
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.simple_kv_offload.copy_backends import shared_host
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 from vllm.v1.simple_kv_offload.selection import Selection
+from vllm.v1.simple_kv_offload.transfer import Contents
 from vllm.v1.simple_kv_offload.wide_blocks import WideBlocks
 
 NARROW, WIDE = 0, 1
@@ -98,7 +101,10 @@ def test_no_slot_of_a_block_that_is_read_or_filled_is_taken(path: Path) -> None:
     assert has(b, 2, WIDE)
 
 
-def test_content_that_comes_back_to_the_same_first_slot_is_found_where_it_is_now(path: Path) -> None:
+@pytest.mark.parametrize("in_one_turn", [False, True])
+def test_content_that_comes_back_to_the_same_first_slot_is_found_where_it_is_now(
+    path: Path, in_one_turn: bool
+) -> None:
     a, b = engine_at(path), engine_at(path)
     assert store(a, 1, WIDE)
     assert has(b, 1, WIDE)
@@ -111,7 +117,11 @@ def test_content_that_comes_back_to_the_same_first_slot_is_found_where_it_is_now
         for slot in reversed(order):
             pool.touch([pool.blocks[slot]])
             pool.free_blocks([pool.blocks[slot]])
-    assert store(a, 1, WIDE)
+        if in_one_turn:
+            assert a.stage(key_of(1, WIDE))
+    if not in_one_turn:
+        assert a.stage(key_of(1, WIDE))
+    a.finish(len(a.stores) - 1)
     (now,) = a.view()[0]
     assert now == before
     assert set(a.slots_of(now)) != set(old)
@@ -249,6 +259,25 @@ def test_a_model_with_latents_and_states_takes_the_room_of_its_bytes(ranks: int,
         assert request.num_external_computed_tokens == 4 * num_blocks
     assert rig.manager.tier.evictions == 0, "all of it fits, to the last slot"
     rig.assert_at_rest()
+
+
+def test_a_piece_that_cannot_be_read_takes_its_block_with_it(rigs: list[RankRig]) -> None:
+    """A rank names the slot that it has read, which may be a companion."""
+    rig = RankRig([latent(), mamba()], ranks=2, held=False)
+    rigs.append(rig)
+    rig.generate(prompt(13), 1)
+    tier = rig.manager.tier
+    assert tier.shared is not None
+    found = [block for block in tier.pool.blocks if tier.companions([block]) and block.block_hash]
+    assert found
+    narrow = next(block for block in tier.pool.blocks if block.block_hash and not tier.companions([block]))
+    assert tier.groups_of([found[0], narrow], Contents.of([(), ()])) == [1, 0], (
+        "also of what has lost its keys"
+    )
+    companion = tier.companions(found)[found[0].block_id][0]
+    report = SimpleCPUOffloadWorkerMetadata(bad_cpu_blocks={companion})
+    rig.manager.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert [block for block in found if block.block_hash is None] == found[:1]
 
 
 def test_the_budget_counts_what_blocks_take(rigs: list[RankRig], tmp_path: Path) -> None:
