@@ -75,6 +75,23 @@ class SlowStoreExecutor(UniProcExecutor):
         super()._init_executor()
 
 
+class EndedScheduler(Scheduler):
+    """Somebody tells the process to end while it starts, after its pools are there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().__init__(*args, **kwargs)
+
+
+class OrphanedScheduler(Scheduler):
+    """The front end is killed meanwhile."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(5)
+        super().__init__(*args, **kwargs)
+
+
 class DefectiveScheduler(Scheduler):
     """A defect of the scheduler itself: nothing can be trusted after it."""
 

@@ -165,6 +165,37 @@ def test_cfg_06_a_disk_tier_that_cannot_start_says_so_and_leaves_nothing(tmp_pat
     assert not list(tmp_path.rglob("kv*"))
 
 
+def pool_settings(name: str, scheduler: str) -> dict[str, Any]:
+    settings = offload_settings()
+    settings["kv_transfer_config"]["kv_connector_extra_config"]["shared_pool"] = name
+    return {**settings, "scheduler_cls": f"tests.helpers.faulty_executors.{scheduler}"}
+
+
+def test_a_core_that_is_told_to_end_while_it_starts_leaves_its_shared_pool(method: str) -> None:
+    name = f"told-{os.getpid()}"
+    with pytest.raises(RuntimeError, match="could not start: it was told to end by SIGTERM"):
+        start(**pool_settings(name, "EndedScheduler"))
+    assert not list(Path("/dev/shm").glob(f"vllm-kv-*-{name}-*")), "the last to leave in order removes it"
+
+
+def test_a_core_whose_front_end_is_killed_while_it_starts_leaves_its_shared_pool(
+    method: str, tmp_path: Path
+) -> None:
+    name = f"orphaned-{os.getpid()}"
+    file = tmp_path / "args"
+    file.write_bytes(pickle.dumps(engine_args(**pool_settings(name, "OrphanedScheduler"))))
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import pickle, sys\nfrom vllm.v1.engine.llm_engine import LLMEngine\n"
+        "LLMEngine.from_engine_args(pickle.load(open(sys.argv[1], 'rb')), enable_multiprocessing=True)\n"
+    )
+    with subprocess.Popen([sys.executable, str(script), str(file)], stdout=subprocess.PIPE) as parent:
+        # Reads to the end of the last process that holds the other end: the core.
+        parent.communicate()
+    assert parent.returncode == -signal.SIGKILL
+    assert not list(Path("/dev/shm").glob(f"vllm-kv-*-{name}-*"))
+
+
 def test_a_poisoned_request_does_not_harm_the_process(shared: LLMEngine) -> None:
     assert run(shared, {"bad": [5, *POISON]})["bad"].outputs[0].finish_reason == "error"
     assert run(shared, {"good": [5, 6]})["good"].outputs[0].finish_reason == "length"

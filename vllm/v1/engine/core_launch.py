@@ -245,7 +245,7 @@ def wait_until_ready(cores: CoreProcesses, socket: zmq.Socket[bytes]) -> None:
     try:
         _handshake(cores, socket)
     except BaseException:
-        cores.close(timeout=1.0)
+        cores.close()
         raise
     finally:
         socket.close()

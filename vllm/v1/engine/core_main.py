@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import zmq
@@ -87,6 +87,7 @@ def run_core(start: CoreStart, parent_pipe: int) -> int:
     `parent_pipe`: a descriptor that reads end-of-file when the parent is gone.
     """
     watched: list[EngineCoreProc] = []
+    signal.signal(signal.SIGTERM, _end_start)
     # From the first: a parent that dies while the model is loaded leaves nobody who would end this process.
     _watch_parent(watched, parent_pipe, start)
     handshake = Handshake(start.handshake_address, start.engine_index)
@@ -100,7 +101,7 @@ def run_core(start: CoreStart, parent_pipe: int) -> int:
     except BaseException as error:
         # Whoever started this process shows the message, once.
         logger.debug("The engine core could not start.", exc_info=error)
-        handshake.say("FAILED", error=error_text(error))
+        handshake.say("FAILED", error=str(error) if isinstance(error, SystemExit) else error_text(error))
         handshake.close()
         return 1
     with _signals(core):
@@ -134,6 +135,12 @@ def _serve(core: EngineCoreProc) -> int:
     return status
 
 
+def _end_start(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM during the start unwinds it: what outlives a process, as a shared pool does, is left in order."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(f"it was told to end by {signal.Signals(number).name}")
+
+
 @contextlib.contextmanager
 def _signals(core: EngineCoreProc) -> Iterator[None]:
     """SIGTERM and SIGINT end the core in an orderly way; a second one changes nothing."""
@@ -161,7 +168,9 @@ def _watch_parent(watched: list[EngineCoreProc], parent_pipe: int, start: CoreSt
         shutil.rmtree(Path(start.handshake_address.removeprefix("ipc://")).parent, ignore_errors=True)
         for core in watched:
             core.request_shutdown()
-            threading.Event().wait(ORPHAN_GRACE_S)
+        if not watched:
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(ORPHAN_GRACE_S)
         os._exit(1)
 
     watch_parent(start.parent_pid, parent_pipe, end)
