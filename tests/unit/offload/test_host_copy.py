@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm.v1.simple_kv_offload.copy_backends import host_copy
-from vllm.v1.simple_kv_offload.copy_backends.base import CopyJob
+from vllm.v1.simple_kv_offload.copy_backends.base import CopyError, CopyJob, checked_ids
 from vllm.v1.simple_kv_offload.copy_backends.host_copy import HostCopier, usable_copy_threads
 from vllm.v1.simple_kv_offload.copy_backends.threaded import ThreadedCopyBackend
 
@@ -54,3 +54,16 @@ def test_a_copy_of_several_pieces_by_several_threads_is_whole(monkeypatch: pytes
     copier = HostCopier({"kv": device}, {"kv": host}, threads=3)
     copier.copy(CopyJob(out_of, into, is_store=True, event_idx=0))
     assert torch.equal(host[into], device[out_of])
+
+
+@pytest.mark.parametrize(("out_of", "into"), [((3,), (0,)), ((-1,), (0,)), ((0,), (4,)), ((0,), (-1,))])
+def test_blocks_outside_a_region_are_refused_before_any_byte_moves(
+    out_of: tuple[int, ...], into: tuple[int, ...]
+) -> None:
+    source, target = (
+        {"layer": torch.zeros(rows, 8, dtype=torch.int8), "larger": torch.zeros(9, 8, dtype=torch.int8)}
+        for rows in (3, 4)
+    )
+    checked_ids(CopyJob((2,), (3,), is_store=True, event_idx=0), source, target)
+    with pytest.raises(CopyError, match="are outside 0"):
+        checked_ids(CopyJob(out_of, into, is_store=True, event_idx=0), source, target)

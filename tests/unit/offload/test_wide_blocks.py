@@ -326,3 +326,11 @@ def test_stores_take_no_more_slots_than_there_are(
     rig.run()
     assert rig.manager.store_side.ledger.done > 0
     rig.assert_at_rest()
+
+
+def test_a_block_that_lost_a_slot_does_not_take_it_from_the_next_one_when_it_parts() -> None:
+    wide = WideBlocks([KVCacheBlock(slot) for slot in range(8)], WIDTHS)
+    wide.join(1, (2, 3))
+    wide.join(4, (2, 5))
+    wide.part(1)
+    assert [wide.first_of(slot) for slot in (2, 3, 5)] == [4, 3, 4]
