@@ -263,16 +263,7 @@ def panels(data: dict[str, Any]) -> list[Panel]:
                 ys.append(seconds * 1e3)
         title = f"Time to first token\n{model}"
         drawn.append(Panel(title, "prompt tokens", "ms", lines, log_x=True, log_y=True))
-    speeds: dict[str, tuple[list[float], list[float]]] = {}
-    for row in data["copies"]:
-        for method, ratio in row["backend_to"].items() if row["order"] == "scattered" else ():
-            many = "" if row["threads"] == 1 else f", {row['threads']} threads"
-            xs, ys = speeds.setdefault(f"{row['direction']} / {method}{many}", ([], []))
-            xs.append(row["page_bytes"] / 1024)
-            ys.append(ratio)
-    marks = {"goal": COPY_GOAL}
-    title = "Copy speed, scattered pages"
-    drawn.append(Panel(title, "page, KiB", "backend / yardstick", speeds, marks=marks, log_x=True))
+    drawn.append(_copy_panel(data["copies"]))
     drawn.append(_throughput_panel(data["throughput"]))
     talk = data["conversations"]
     lines = {
@@ -306,6 +297,34 @@ def _throughput_panel(cost: dict[str, Any]) -> Panel:
     return Panel(title, "", "% more tokens/s than without", bars=gains, spans=spans, marks=marks)
 
 
+def _measure_copies(quick: bool, folder: Path) -> None:
+    watch = LoadWatch()
+    data = {"date": today(), "machine": machine(), "quick": quick}
+    data["copies"] = copy_speeds(offload_copies.QUICK if quick else offload_copies.FULL)
+    data["load"] = watch.report()
+    text = (
+        f"# Copies between host pools\n\n{data['date']}, {data['machine']}. {data['load']['cores_used_by_others']:.2f} cores were "
+        "taken by other programs. `python benchmarks/bench_offload.py --copies`."
+    )
+    write_document(
+        folder, "offload_copies", text, [_copy_table(data["copies"])], [_copy_panel(data["copies"])], data
+    )
+    print((folder / "offload_copies.md").read_text())
+
+
+def _copy_panel(rows: list[dict[str, Any]]) -> Panel:
+    speeds: dict[str, tuple[list[float], list[float]]] = {}
+    for row in rows:
+        for method, ratio in row["backend_to"].items() if row["order"] == "scattered" else ():
+            many = "" if row["threads"] == 1 else f", {row['threads']} threads"
+            xs, ys = speeds.setdefault(f"{row['direction']} / {method}{many}", ([], []))
+            xs.append(row["page_bytes"] / 1024)
+            ys.append(ratio)
+    marks = {"goal": COPY_GOAL}
+    title = "Copy speed, scattered pages"
+    return Panel(title, "page, KiB", "backend / yardstick", speeds, marks=marks, log_x=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit status 0 when the run is complete, whether or not a goal was met."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -314,8 +333,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, help="of the parts with servers, instead of the usual numbers")
     parser.add_argument("--out", type=Path, help="folder of offload.{md,json,png}")
+    parser.add_argument("--copies", action="store_true", help="the part about copies alone: offload_copies.*")
     args = parser.parse_args(arguments)
     folder_out = results_folder(args.out, args.quick)
+    if args.copies:
+        _measure_copies(args.quick, folder_out)
+        return 0
     with tempfile.TemporaryDirectory(prefix="bench-offload-") as folder:
         data = measure(args.quick, args.rounds, Path(folder))
     write_document(folder_out, "offload", intro(data), tables(data), panels(data), data)
