@@ -19,6 +19,7 @@ from tests.helpers.sched import (
     window,
 )
 from tests.helpers.sched_connector import FakeConnector, LoadRunner, with_connector
+from vllm.distributed.kv_event_publisher import EventPublisherFactory
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
@@ -423,3 +424,17 @@ def test_a_report_without_a_scheduled_step_is_processed() -> None:
     report = driver.worker.connector_report(output)
     driver.scheduler.update_from_output(output, ModelRunnerOutput.with_kv_conn_output_only(report))
     assert driver.scheduler.finished_recving_kv_req_ids == {"a"}
+
+
+def test_a_scheduler_that_cannot_be_made_shuts_its_connector_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, ended = FakeConnector(4), []
+    monkeypatch.setattr(connector, "shutdown", lambda: ended.append(True))
+
+    def refuse(*_: object) -> None:
+        raise ValueError("the port is taken")
+
+    monkeypatch.setattr(EventPublisherFactory, "create", refuse)
+    transfer = SimpleNamespace(kv_connector=None, is_kv_consumer=True, kv_load_failure_policy="fail")
+    with pytest.raises(ValueError, match="the port is taken"):
+        make_scheduler([full(4)], 40, connector=connector, kv_transfer_config=transfer)
+    assert ended == [True]

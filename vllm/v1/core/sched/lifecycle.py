@@ -140,6 +140,21 @@ class RequestLifecycle(SchedulerInterface):
             connector = KVConnectorFactory.create_connector(
                 vllm_config, KVConnectorRole.SCHEDULER, self.kv_cache_config
             )
+        try:
+            self._join_collaborators(vllm_config, connector, event_publisher)
+        except BaseException:
+            # A shared pool outlives the process: it is left in order.
+            if connector is not None:
+                connector.shutdown()
+            raise
+
+    def _join_collaborators(
+        self,
+        vllm_config: VllmConfig,
+        connector: KVConnectorBase_V1 | None,
+        event_publisher: EventPublisher | None,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
         self.connector = connector
         self.requires_kv_delivery = connector is not None and connector.requires_kv_delivery
         self.connector_prefix_cache_stats = (
