@@ -7,9 +7,11 @@ prefixes of the requests of this run, so that either engine finds what the other
 from __future__ import annotations
 
 import random
+import shutil
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 from tests.helpers.shared_engines import Killed, MiniEngine
 from tests.sim.clock import SimClock
@@ -36,8 +38,10 @@ class SharedMemory:
     """The segment of one run, gone with it. Bytes are not in it: the simulator has its own."""
 
     def __init__(self, params: SimParams, clock: SimClock) -> None:
-        self._folder = TemporaryDirectory(prefix="kv-sim-")
-        self.path = Path(self._folder.name) / "segment"
+        folder = mkdtemp(prefix="kv-sim-")
+        # Also where the world cannot be built, and nobody closes anything.
+        self._remove = weakref.finalize(self, shutil.rmtree, folder)
+        self.path = Path(folder) / "segment"
         self.shape = SegmentShape(
             b"sim", params.host_blocks, KEYS_PER_SLOT, (1,), count_parts(params), max_width(params)
         )
@@ -49,7 +53,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Remove the file."""
-        self._folder.cleanup()
+        self._remove()
 
 
 class OtherEngine(MiniEngine):

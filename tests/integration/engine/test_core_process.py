@@ -189,7 +189,10 @@ def test_a_core_whose_front_end_is_killed_while_it_starts_leaves_its_shared_pool
         "import pickle, sys\nfrom vllm.v1.engine.llm_engine import LLMEngine\n"
         "LLMEngine.from_engine_args(pickle.load(open(sys.argv[1], 'rb')), enable_multiprocessing=True)\n"
     )
-    with subprocess.Popen([sys.executable, str(script), str(file)], stdout=subprocess.PIPE) as parent:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, str(script), str(file)], stdout=subprocess.PIPE, env=env
+    ) as parent:
         # Reads to the end of the last process that holds the other end: the core.
         parent.communicate()
     assert parent.returncode == -signal.SIGKILL
