@@ -5,17 +5,46 @@ Owns their order.  Must not know queues.  Layer: L5 (scheduler).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_report import TierReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 REMOTE_PREFILL_CACHED_TOKENS = "remote_prefill_cached_tokens"
+
+
+@contextlib.contextmanager
+def connector_of_scheduler(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, given: KVConnectorBase_V1 | None
+) -> Iterator[KVConnectorBase_V1 | None]:
+    """The connector for a scheduler that is made inside: ``given``, or the configured one, if any.
+
+    It is shut down if the scheduler cannot be made, because some of what it has taken outlives the process (a shared pool).
+    """
+    transfer, connector = vllm_config.kv_transfer_config, given
+    if connector is None and transfer is not None and transfer.kv_connector is not None:
+        connector = KVConnectorFactory.create_connector(
+            vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config
+        )
+    try:
+        yield connector
+    except BaseException:
+        if connector is not None:
+            connector.shutdown()
+        raise
 
 
 def request_finished(

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_event_publisher import EventPublisher, EventPublisherFactory, PublisherCounters
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.utils.clock import Clock, MonotonicClock
@@ -79,7 +78,8 @@ class RequestLifecycle(SchedulerInterface):
         self.params = params_from_config(vllm_config, kv_cache_config, block_size, self.hash_block_size)
         self._init_limits(vllm_config)
         self._init_state(include_finished_set)
-        self._init_collaborators(vllm_config, connector, event_publisher)
+        with connector_calls.connector_of_scheduler(vllm_config, kv_cache_config, connector) as connector:
+            self._init_collaborators(vllm_config, connector, event_publisher)
 
     def _init_limits(self, vllm_config: VllmConfig) -> None:
         params, config = self.params, self.scheduler_config
@@ -130,25 +130,6 @@ class RequestLifecycle(SchedulerInterface):
         self.cache_use = CacheUse()
 
     def _init_collaborators(
-        self,
-        vllm_config: VllmConfig,
-        connector: KVConnectorBase_V1 | None,
-        event_publisher: EventPublisher | None,
-    ) -> None:
-        transfer = vllm_config.kv_transfer_config
-        if connector is None and transfer is not None and transfer.kv_connector is not None:
-            connector = KVConnectorFactory.create_connector(
-                vllm_config, KVConnectorRole.SCHEDULER, self.kv_cache_config
-            )
-        try:
-            self._join_collaborators(vllm_config, connector, event_publisher)
-        except BaseException:
-            # A shared pool outlives the process: it is left in order.
-            if connector is not None:
-                connector.shutdown()
-            raise
-
-    def _join_collaborators(
         self,
         vllm_config: VllmConfig,
         connector: KVConnectorBase_V1 | None,
