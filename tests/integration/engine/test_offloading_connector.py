@@ -141,6 +141,7 @@ def test_the_file_below_gives_back_the_same_bits(name: str, tmp_path: Path) -> N
     assert block is not None
     assert probe.cache_config.num_gpu_blocks
     block_bytes = (16 << 20) // probe.cache_config.num_gpu_blocks
+    engines.pop().shutdown()
     small = native(
         spec_name="TieringOffloadingSpec",
         cpu_bytes_to_use=33 * block_bytes + block_bytes // 2,

@@ -102,7 +102,13 @@ def test_the_workers_connector_is_one_per_process() -> None:
     kv_transfer_state.ensure_kv_transfer_initialized(config, groups(full()))
     assert kv_transfer_state.get_kv_transfer_group() is first
     assert kv_transfer_state.is_v1_kv_transfer_group()
-    kv_transfer_state.ensure_kv_transfer_shutdown()
+    # Another engine of the process gets none of these blocks, and its end is not this one's.
+    other = rig_config(extra={"num_cpu_blocks": 8})
+    with pytest.raises(RuntimeError, match="already has the KV connector of another engine"):
+        kv_transfer_state.ensure_kv_transfer_initialized(other, groups(full()))
+    kv_transfer_state.ensure_kv_transfer_shutdown(other)
+    assert kv_transfer_state.get_kv_transfer_group() is first
+    kv_transfer_state.ensure_kv_transfer_shutdown(config)
     assert not kv_transfer_state.has_kv_transfer_group()
 
 

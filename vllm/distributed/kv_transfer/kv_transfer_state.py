@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _connector: KVConnectorBase_V1 | None = None
+_owner: VllmConfig | None = None
+"""The engine whose connector it is."""
 
 
 def get_kv_transfer_group() -> KVConnectorBase_V1:
@@ -33,17 +35,30 @@ def is_v1_kv_transfer_group(connector: object | None = None) -> bool:
 def ensure_kv_transfer_initialized(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
 ) -> None:
-    """Create the worker's connector if one is configured and none exists yet."""
-    global _connector
+    """Create the worker's connector if one is configured and this engine has none yet.
+
+    ``RuntimeError`` if that of another engine is in its place, which has blocks of other sizes and another model's bytes.
+    """
+    global _connector, _owner
     transfer_config = vllm_config.kv_transfer_config
-    if transfer_config is None or not transfer_config.is_kv_transfer_instance or _connector is not None:
+    if transfer_config is None or not transfer_config.is_kv_transfer_instance:
+        return
+    if _connector is not None:
+        if _owner is not vllm_config:
+            raise RuntimeError(
+                "this process already has the KV connector of another engine; shut that engine down first, or run engines "
+                "in processes of their own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
+            )
         return
     _connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+    _owner = vllm_config
 
 
-def ensure_kv_transfer_shutdown() -> None:
-    """Shut the worker's connector down and forget it. Idempotent."""
-    global _connector
-    connector, _connector = _connector, None
+def ensure_kv_transfer_shutdown(vllm_config: VllmConfig | None = None) -> None:
+    """Shut the worker's connector down and forget it, unless it is not that of ``vllm_config``. Idempotent."""
+    global _connector, _owner
+    if vllm_config is not None and _owner is not vllm_config:
+        return
+    connector, _connector, _owner = _connector, None, None
     if connector is not None:
         connector.shutdown()

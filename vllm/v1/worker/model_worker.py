@@ -55,5 +55,5 @@ class ModelWorker(WorkerBase):
         self.model_runner.dummy_run(1)
 
     def shutdown(self) -> None:
-        ensure_kv_transfer_shutdown()
+        ensure_kv_transfer_shutdown(self.vllm_config)
         self.model_runner.shutdown()
