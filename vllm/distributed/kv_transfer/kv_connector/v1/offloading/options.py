@@ -22,7 +22,13 @@ CPU_SPEC = "CPUOffloadingSpec"
 TIERING_SPEC = "TieringOffloadingSpec"
 
 # Passed on as they are: the machinery knows them under the same names.
-SHARED_KEYS = ("cpu_bytes_to_use", "eviction_policy", "store_threshold", "max_tracker_size")
+SHARED_KEYS = (
+    "cpu_bytes_to_use",
+    "eviction_policy",
+    "store_threshold",
+    "max_tracker_size",
+    "decline_slow_tier",
+)
 OWN_KEYS = (
     "spec_name",
     "cache_policy_module_path",
