@@ -178,9 +178,7 @@ def tables(engines: Sequence[Engine]) -> list[Table]:
             "A step by pool size and by prompt length",
             "Milliseconds of schedule + update with 256 decodes. The sizes take turns of 16 steps in one process. The lengths of "
             "prompts are spread over 16 numbers: in every step 16 requests begin a block, whatever the size. (In the table above "
-            "all prompts are equally long, and all requests begin blocks in the same few steps, which costs less.) This engine "
-            "touches the lists of a request at their ends alone; those of long lists lie on pages of their own, and reaching them "
-            "is all that long prompts cost more.",
+            "all prompts are equally long, and all requests begin blocks in the same few steps, which costs less.)",
             ["step", *names],
             [
                 [text, *(number(engine.median(SIZES, key)) for engine in engines)]

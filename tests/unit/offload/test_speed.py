@@ -269,7 +269,7 @@ def test_with_the_check_off_a_slow_disk_is_read(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_what_the_tiers_report_is_what_requests_report(tmp_path: Path) -> None:
+def test_what_each_tier_is_asked_to_bring_is_what_requests_find(tmp_path: Path) -> None:
     rig = DiskRig(tmp_path, decline_slow_tier="off")
     rig.sink(0)
     rig.sink(1)
