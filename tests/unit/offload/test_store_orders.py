@@ -49,6 +49,19 @@ def test_a_store_may_be_added_after_the_order_was_read() -> None:
     assert SimpleCPUOffloadMetadata().store_gpu_blocks == []
 
 
+def test_a_store_is_added_behind_blocks_that_were_given_as_lists() -> None:
+    order = SimpleCPUOffloadMetadata(store_event=1, store_gpu_blocks=[7, 8], store_cpu_blocks=[3, 4])
+    order.add_stores(blocks(5), blocks(1))
+    assert (order.store_gpu_blocks, order.store_cpu_blocks) == ([7, 8, 5], [3, 4, 1])
+    order.store_gpu_blocks.append(9)  # lists to whoever reads them, so also to whoever changes them
+    order.store_cpu_blocks.append(0)
+    order.add_stores(blocks(6), blocks(2))
+    order.add_stores(blocks(10), blocks(5))
+    assert (order.store_gpu_blocks, order.store_cpu_blocks) == ([7, 8, 5, 9, 6, 10], [3, 4, 1, 0, 2, 5])
+    again = pickle.loads(pickle.dumps(order))
+    assert again == order
+
+
 def test_an_order_travels_blocks() -> None:
     ids = range(1 << 20, (1 << 20) + 1000)
     order, lists = SimpleCPUOffloadMetadata(), SimpleCPUOffloadMetadata()

@@ -270,9 +270,14 @@ def python_lacking(index: IndexEntries, keys: Iterable[BlockHashWithGroupId]) ->
     return [key for key in keys if key not in index]
 
 
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Ids as signed 32-bit numbers: see `unpack_block_ids`."""
+    return array("i", ids).tobytes()
+
+
 def python_pack_block_ids(blocks: Iterable[KVCacheBlock]) -> bytes:
-    """The ids of the blocks as signed 32-bit numbers: see `unpack_block_ids`."""
-    return array("i", [block.block_id for block in blocks]).tobytes()
+    """The ids of the blocks, as in `pack_ids`."""
+    return pack_ids([block.block_id for block in blocks])
 
 
 def unpack_block_ids(packed: bytes) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from vllm.v1.core.block_hash import BlockHashWithGroupId
-from vllm.v1.core.block_ops import pack_block_ids, unpack_block_ids
+from vllm.v1.core.block_ops import pack_block_ids, pack_ids, unpack_block_ids
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.kv_connector_types import (
     KVConnectorHandshakeMetadata,
@@ -114,11 +114,14 @@ class PackedStores:
         return unpack_block_ids(b"".join([cpu for _, cpu in self._packed]))
 
     def add_stores(self, gpu_blocks: Iterable[KVCacheBlock], cpu_blocks: Iterable[KVCacheBlock]) -> None:
-        """The blocks of one more store."""
+        """The blocks of one more store, behind those that are there, whoever has put them there."""
         state = self.__dict__
-        state.setdefault("_packed", []).append((pack_block_ids(gpu_blocks), pack_block_ids(cpu_blocks)))
-        state.pop("store_gpu_blocks", None)
-        state.pop("store_cpu_blocks", None)
+        if "store_gpu_blocks" in state or "store_cpu_blocks" in state:
+            known = pack_ids(self.store_gpu_blocks), pack_ids(self.store_cpu_blocks)
+            state["_packed"] = [known] if any(known) else []
+            state.pop("store_gpu_blocks")
+            state.pop("store_cpu_blocks")
+        state["_packed"].append((pack_block_ids(gpu_blocks), pack_block_ids(cpu_blocks)))
 
 
 @dataclass
