@@ -14,7 +14,8 @@ from tests.helpers.faulty_backend import FaultyBackend
 from vllm.utils.clock import MonotonicClock
 from vllm.v1.simple_kv_offload.copy_backend import COPY_BACKENDS, create_copy_backend
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyBackend, CopyResult
-from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
+from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor, unpin_tensor
+from vllm.v1.simple_kv_offload.host_buffer import aligned_zeros
 
 BLOCKS, SLOTS = 12, 8
 WIDTHS = {"a": 64, "b": 160}
@@ -25,13 +26,17 @@ FAULTY = "faulty "
 class Bench:
     """A backend between device regions and a lower tier that only the backend itself can look into."""
 
-    def __init__(self, kind: str, folder: Path, device: torch.device = CPU) -> None:
+    def __init__(
+        self, kind: str, folder: Path, device: torch.device = CPU, widths: dict[str, int] = WIDTHS
+    ) -> None:
+        self.widths = widths
         rows = {
             name: torch.zeros(BLOCKS, width + 16, dtype=torch.int8, device=device)
-            for name, width in WIDTHS.items()
+            for name, width in widths.items()
         }
         # Rows lie apart, as pages of one layer inside a block do.
-        self.device = {name: rows[name][:, :width] for name, width in WIDTHS.items()}
+        self.device = {name: rows[name][:, :width] for name, width in widths.items()}
+        self._pinned: list[torch.Tensor] = []
         self.fill()
         inner = kind.removeprefix(FAULTY)
         self.copies_at_once = inner == "inline"
@@ -41,16 +46,18 @@ class Bench:
 
     def _on_disk(self, folder: Path) -> CopyBackend:
         disk = create_copy_backend("disk", MonotonicClock(), 30.0)
-        path, block_bytes = str(folder / "kv.e.rank_0"), sum(WIDTHS.values())
+        path, block_bytes = str(folder / "kv.e.rank_0"), sum(self.widths.values())
         disk.init(self.device, CPU, None, None, path, SLOTS, block_bytes, 2, True)
         return disk
 
     def _on_host(self, kind: str, device: torch.device) -> CopyBackend:
-        self.tier = {name: torch.zeros(SLOTS, width, dtype=torch.int8) for name, width in WIDTHS.items()}
+        # Each on pages of its own: pages are what a device pins.
+        self.tier = {name: aligned_zeros(SLOTS, width) for name, width in self.widths.items()}
         backend = create_copy_backend(kind, MonotonicClock(), 30.0)  # type: ignore[call-overload]
         on_host = device == CPU
         if not on_host:
-            assert all(pin_tensor(rows) for rows in self.tier.values())
+            self._pinned = [rows for rows in self.tier.values() if pin_tensor(rows)]
+            assert len(self._pinned) == len(self.tier)
         streams = [None if on_host else torch.cuda.Stream(device) for _ in range(2)]
         backend.init(self.device, self.tier, device, *streams)
         return backend
@@ -59,8 +66,12 @@ class Bench:
         for number, region in enumerate(self.device.values()):
             for block in range(BLOCKS):
                 region[block] = 10 * block + number
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        settle()
+
+    def close(self) -> None:
+        self.backend.shutdown()
+        while self._pinned:  # before the memory goes, and another test gets it
+            unpin_tensor(self._pinned.pop())
 
     def copy(self, src: list[int], dst: list[int], is_store: bool, wait_event: Any = None) -> CopyResult:
         events: list[Any] = []
@@ -74,6 +85,12 @@ class Bench:
         return [int(value) for region in self.device.values() for value in region[block].unique()]
 
 
+def settle() -> None:
+    """What was written to a device's memory is there: streams of copies do not wait for the one of tests by themselves."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 # The wrapper of tests changes nothing while no fault is planted. "cuda_dma" runs all this where a GPU is: tests/gpu.
 ON_ANY_MACHINE = [kind for kind in COPY_BACKENDS if kind != "cuda_dma"]
 KINDS = [*ON_ANY_MACHINE, *(FAULTY + kind for kind in ON_ANY_MACHINE)]
@@ -83,7 +100,7 @@ KINDS = [*ON_ANY_MACHINE, *(FAULTY + kind for kind in ON_ANY_MACHINE)]
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(request.param, tmp_path)
     yield bench
-    bench.backend.shutdown()
+    bench.close()
 
 
 def done(result: CopyResult) -> CopyResult:
@@ -96,6 +113,7 @@ def test_bytes_come_back_as_they_were(bench: Bench) -> None:
     assert done(bench.copy([3, 4, 5, 9], [0, 1, 2, 6], True)).error is None
     for region in bench.device.values():
         region.fill_(-1)
+    settle()
     assert done(bench.copy([6, 0, 2], [1, 2, 11], False)).error is None
     assert bench.content(1) == [90, 91]
     assert bench.content(2) == [30, 31]
@@ -123,6 +141,7 @@ def test_a_store_reads_after_its_wait_event(bench: Bench) -> None:
         def synchronize(self) -> None:
             for region in bench.device.values():
                 region[4] = 77
+            settle()
 
     done(bench.copy([4], [0], True, Compute()))
     done(bench.copy([0], [7], False))
@@ -163,7 +182,7 @@ def test_a_load_does_not_wait_behind_stores(kind: str, tmp_path: Path) -> None:
     gate.set()
     for store in stuck:
         assert done(store).error is None
-    bench.backend.shutdown()
+    bench.close()
 
 
 class Gate:

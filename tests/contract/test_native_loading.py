@@ -93,8 +93,9 @@ def test_the_cuda_kernels_compile_where_a_compiler_is_and_load_without_a_device(
     if compiler is not None:
         source = str(root / "csrc/cuda/kv_copy.cu")
         target = str(tmp_path / "kv_copy.o")
-        done = run([compiler, "-arch=sm_90a", "-Xcompiler", "-fPIC", "-c", source, "-o", target])
-        assert done.returncode == 0, done.stdout + done.stderr
+        for arch in ("sm_90a", "sm_100a", "sm_103a"):
+            done = run([compiler, f"-arch={arch}", "-Xcompiler", "-fPIC", "-c", source, "-o", target])
+            assert done.returncode == 0, done.stdout + done.stderr
         assert cuda.exists() or not native.exists(), "set-up builds both"
     if native.exists() and cuda.exists():
         done = run([sys.executable, "-c", CUDA_SCRIPT, str(native), str(cuda)])

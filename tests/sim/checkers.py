@@ -71,6 +71,7 @@ def check_all(run: Run) -> None:
     check_staged(run)
     check_loads(run)
     check_promises(run)
+    check_ledgers(run)
     check_events(run, [device, *(lower if run.shelf is None else [told_outside(run.shelf)])])
     check_tier_contents(run, lower)
     check_bounds(run)
@@ -198,6 +199,24 @@ def check_promises(run: Run) -> None:
                     block.is_null or id(block) in held,
                     "I2",
                     f"host block {block.block_id} is promised to {request_id} but not leased",
+                )
+
+
+def check_ledgers(run: Run) -> None:
+    """I5: on every tier and in both directions, what was scheduled is done, failed, dropped, or a transfer that lives."""
+    for index, offload in enumerate(run.offloads):
+        stores, loads, chain = offload.store_side, offload.load_side, offload.chain
+        loading = (*loads.loads.values(), *loads.abandoned.values())
+        books = [
+            ("stores", stores.ledger, stores.num_pending_blocks),
+            ("loads", loads.ledger, sum(len(load.transfer) for load in loading)),
+        ]
+        if chain is not None:
+            books += [(name, m.ledger, m.num_blocks) for name, m in (("down", chain.down), ("up", chain.up))]
+        for name, ledger, live in books:
+            if ledger.in_flight != live:
+                raise SimFailure(
+                    "I5", f"{name} of connector {index}: {ledger} leaves {ledger.in_flight} open, {live} are"
                 )
 
 

@@ -12,6 +12,8 @@ from vllm.v1.core.block_hash import get_block_hash
 from vllm.v1.simple_kv_offload import store_policy
 from vllm.v1.simple_kv_offload.admission import ReuseFilter
 from vllm.v1.simple_kv_offload.arc import ArcQueue
+from vllm.v1.simple_kv_offload.disk_tier import Moves
+from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.store_side import StoreSide
 
 
@@ -50,7 +52,31 @@ def others_copies_are_overlooked(original: Any) -> Any:
     return lambda _: []
 
 
+def given_up_loads_are_not_booked(original: Any) -> Any:
+    """The ledger does not close: a load that runs when the cache is emptied counts as under way for ever."""
+
+    def end(self: Any, load: Any, ok: bool) -> None:
+        dropped = self.ledger.dropped
+        original(self, load, ok)
+        self.ledger.dropped = dropped
+
+    return end
+
+
+def given_up_moves_are_not_booked(original: Any) -> Any:
+    """The same between host and disk, for what runs when a tier is emptied."""
+
+    def end(self: Any, transfer: Any, ok: bool) -> None:
+        dropped = self.ledger.dropped
+        original(self, transfer, ok)
+        self.ledger.dropped = dropped
+
+    return end
+
+
 POLICY_MUTANTS: dict[str, Mutant] = {
+    "given-up loads are not booked": replaced(LoadSide, "_end", given_up_loads_are_not_booked),
+    "given-up moves are not booked": replaced(Moves, "_end", given_up_moves_are_not_booked),
     "others' copies are overlooked": replaced(StoreSide, "copied_by_others", others_copies_are_overlooked),
     "held slots stay queued": held_slots_stay_queued,
     "gaps in what is stored": gaps_in_what_is_stored,

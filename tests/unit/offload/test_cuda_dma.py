@@ -46,11 +46,12 @@ def test_a_copy_that_fails_half_way_is_over_when_the_device_is_through_with_the_
     def refuse(*_: Any) -> None:
         raise RuntimeError("the copy engines refuse")
 
+    waited_for: list[torch.device] = []
     for name, played in {
         "Event": PlayedEvent,
         "set_device": lambda device: None,
         "stream": lambda stream: nullcontext(),
-        "synchronize": lambda: None,
+        "synchronize": waited_for.append,
     }.items():
         monkeypatch.setattr(torch.cuda, name, played)
     monkeypatch.setattr(cuda_dma, "names_of_small", lambda *_: frozenset({"small"}))
@@ -76,3 +77,4 @@ def test_a_copy_that_fails_half_way_is_over_when_the_device_is_through_with_the_
     assert torch.equal(target["small"][2], source["small"][1]), "the first half was under way"
     assert stream.is_over_at_wait == [False]
     backend.shutdown()
+    assert waited_for == [torch.device("cpu")], "the device of the copies, whichever is the current one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,19 @@ def test_cfg_01_pinning_goes_in_pieces_of_whole_blocks() -> None:
     calls: list[tuple[int, int]] = []
     assert register_in_chunks(1000, 10, 30, lambda at, size: calls.append((at, size)), calls.remove, 100)
     assert calls == [(1000, 90), (1090, 90), (1180, 90), (1270, 30)]
+
+
+@pytest.mark.parametrize("row_bytes", [4096, 1_000_000, 640, 4097])
+def test_no_two_pieces_share_a_page(row_bytes: int) -> None:
+    calls: list[tuple[int, int]] = []
+    rows, page, chunk = 9000, mmap.PAGESIZE, 4500 * row_bytes
+    assert register_in_chunks(
+        page, rows, row_bytes, lambda at, size: calls.append((at, size)), lambda _: None, chunk
+    )
+    assert len(calls) > 1
+    assert sum(size for _, size in calls) == rows * row_bytes
+    assert all(size <= chunk and size % row_bytes == 0 for _, size in calls)
+    assert all(at % page == 0 for at, _ in calls)
 
 
 def test_cfg_01_a_piece_that_fails_is_told_and_leaves_nothing_pinned(

@@ -7,8 +7,10 @@ Layer L6.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -213,6 +215,10 @@ def register_in_chunks(
 
 def _chunks(address: int, num_rows: int, row_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
     rows_per_chunk = max(1, chunk_bytes // row_bytes)
+    # Whole pages where rows allow it: the driver pins pages, and may refuse one that two pieces share.
+    page_rows = mmap.PAGESIZE // gcd(row_bytes, mmap.PAGESIZE)
+    if rows_per_chunk > page_rows:
+        rows_per_chunk -= rows_per_chunk % page_rows
     return [
         (
             address + i * rows_per_chunk * row_bytes,

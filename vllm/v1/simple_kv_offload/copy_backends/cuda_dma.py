@@ -108,6 +108,7 @@ class DmaCopyBackend(RegionCopyBackend):
         self._clock = clock or MonotonicClock()
         self._deadline_s = deadline_s
         self._lanes: dict[bool, CopyLane] = {}
+        self._device: torch.device | None = None
 
     def init(
         self,
@@ -128,6 +129,7 @@ class DmaCopyBackend(RegionCopyBackend):
         # must read the device only when its stream has reached it.
         load = Copies(cpu_caches, gpu_caches, small, load_stream, CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
         store = Copies(gpu_caches, cpu_caches, small, store_stream, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+        self._device = device
         self._lanes = {
             False: self._lane("load", device, load_stream, load),
             True: self._lane("store", device, store_stream, store),
@@ -164,8 +166,8 @@ class DmaCopyBackend(RegionCopyBackend):
         for lane in lanes.values():
             lane.shutdown()
         if lanes:
-            # Nothing may be freed while the device still copies.
-            torch.cuda.synchronize()
+            # Nothing may be freed while the device still copies; whoever ends the engine may have another current one.
+            torch.cuda.synchronize(self._device)
 
 
 def _issuer(device: torch.device, stream: torch.cuda.Stream, copies: Copies) -> Callable[[CopyJob], None]:
