@@ -7,6 +7,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <optional>
@@ -163,18 +164,31 @@ void write_kv(Tensor pages, const Tensor& key, const Tensor& value, const Tensor
   run(active_kernels().write_kv, args, key.size(0), key.size(1) * pages.size(3));
 }
 
+// The rows in rising order. A job copies the same rows of one region after the other: they are sorted for the first one.
+const std::vector<int64_t>& sorted_rows(const int64_t* rows, int64_t count) {
+  static thread_local std::vector<int64_t> given, sorted;
+  if (!std::equal(given.begin(), given.end(), rows, rows + count)) {
+    given.clear();  // what it has is what was sorted, also where memory runs out
+    sorted.assign(rows, rows + count);
+    std::sort(sorted.begin(), sorted.end());
+    given.assign(rows, rows + count);
+  }
+  return sorted;
+}
+
 // Every id is a row, none is written twice, and none is read that is written: rows are copied in any order, a few at once.
+// The cost is that of the rows to copy, whatever the pool's size.
 void check_rows(const CopyRowsArgs& a, const Tensor& target, const Tensor& source, int64_t count) {
   const int64_t targets = target.size(0), sources = source.size(0);
   STD_TORCH_CHECK(targets <= 1 || a.target_stride_bytes >= a.row_bytes, "vllm_native: target blocks overlap");
-  std::vector<bool> written(size_t(targets), false);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t to = a.target_rows[i], from = a.source_rows[i];
     STD_TORCH_CHECK(to >= 0 && to < targets && from >= 0 && from < sources, "vllm_native: blocks ", from, " -> ", to,
                     " are outside ", sources, " -> ", targets);
-    STD_TORCH_CHECK(!written[size_t(to)], "vllm_native: block ", to, " is a target twice");
-    written[size_t(to)] = true;
   }
+  const std::vector<int64_t>& written = sorted_rows(a.target_rows, count);
+  const auto twice = std::adjacent_find(written.begin(), written.end());
+  STD_TORCH_CHECK(twice == written.end(), "vllm_native: block ", *twice, " is a target twice");
   const int64_t stride = a.target_stride_bytes, apart = a.source - a.target;
   if (count == 0 || a.row_bytes == 0 || apart >= (targets - 1) * stride + a.row_bytes ||
       -apart >= (sources - 1) * a.source_stride_bytes + a.row_bytes) {
@@ -186,7 +200,7 @@ void check_rows(const CopyRowsArgs& a, const Tensor& target, const Tensor& sourc
   STD_TORCH_CHECK(shift == 0, "vllm_native: source and target blocks overlap");
   for (int64_t i = 0; i < count; ++i) {
     const int64_t row = a.source_rows[i] + apart / stride;
-    STD_TORCH_CHECK(row < 0 || row >= targets || !written[size_t(row)], "vllm_native: block ", row,
+    STD_TORCH_CHECK(!std::binary_search(written.begin(), written.end(), row), "vllm_native: block ", row,
                     " is both a source and a target");
   }
 }

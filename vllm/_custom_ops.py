@@ -242,7 +242,35 @@ def write_kv(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
         write_kv_ref(pages, key, value, slots)
 
 
+def check_blocks_ref(target: Tensor, source: Tensor, target_blocks: Tensor, source_blocks: Tensor) -> None:
+    """RuntimeError for a copy in host memory that `copy_blocks` does not do."""
+    targets, sources = target.shape[0], source.shape[0]
+    for ids, count in ((target_blocks, targets), (source_blocks, sources)):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+            raise RuntimeError(f"blocks {int(ids.min())}..{int(ids.max())} are outside 0..{count - 1}")
+    written = set(target_blocks.tolist())
+    if len(written) < len(target_blocks):
+        raise RuntimeError("a block is a target twice")
+    row, stride, source_stride = (
+        size * target.element_size() for size in (target.shape[1], target.stride(0), source.stride(0))
+    )
+    if targets > 1 and stride < row:
+        raise RuntimeError("target blocks overlap")
+    apart = source.data_ptr() - target.data_ptr()
+    if not written or apart >= (targets - 1) * stride + row or -apart >= (sources - 1) * source_stride + row:
+        return  # nothing in common
+    rows_apart, shift = divmod(apart, stride) if stride == source_stride else (0, -1)
+    if shift and row <= shift <= stride - row:
+        return  # other columns of the same rows
+    if shift:
+        raise RuntimeError("source and target blocks overlap")
+    if not written.isdisjoint((source_blocks + rows_apart).tolist()):
+        raise RuntimeError("a block is both a source and a target")
+
+
 def copy_blocks_ref(target: Tensor, source: Tensor, target_blocks: Tensor, source_blocks: Tensor) -> None:
+    if target.is_cpu and source.is_cpu:
+        check_blocks_ref(target, source, target_blocks, source_blocks)
     target[target_blocks] = source[source_blocks]
 
 

@@ -1,7 +1,8 @@
-"""Native copies of blocks in host memory: exactly the bytes asked for, whatever sizes and places; else refused."""
+"""Copies of blocks in host memory: exactly the bytes asked for, whatever sizes and places; else refused."""
 
 from __future__ import annotations
 
+import ctypes
 import random
 import subprocess
 import sys
@@ -16,17 +17,55 @@ EDGES = (1, 63, 64, 65, 4095, 4096, 4097, 8 * 4096, 8 * 4096 + 64, 9 * 4096 - 1)
 
 
 def available_sets() -> list[str]:
+    """Instruction sets to test, "none" first: the reference, which is all there is without the native library."""
     sets = [name for name in ("avx512", "avx2", "scalar") if ops.select_native_isa(name)]
     ops.select_native_isa("auto")
-    return sets
+    return ["none", *sets]
 
 
 @pytest.fixture(params=available_sets(), autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this processor."""
-    ops.select_native_isa(request.param)
-    yield request.param
-    ops.select_native_isa("auto")
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The reference, and every instruction set of this processor."""
+    name: str = request.param
+    if name == "none":
+        monkeypatch.setattr(ops, "_native", None)
+    else:
+        ops.select_native_isa(name)
+    assert ops.native_isa() == name
+    yield name
+    if name != "none":
+        ops.select_native_isa("auto")
+
+
+def test_a_build_with_the_library_has_the_plain_instructions() -> None:
+    assert ("scalar" in available_sets()) == ops.has_native_ops()
+
+
+def refusal(target: torch.Tensor, source: torch.Tensor, into: list[int], out_of: list[int]) -> str:
+    """What a copy is refused with."""
+    try:
+        ops.copy_blocks(target, source, torch.tensor(into), torch.tensor(out_of))
+    except (RuntimeError, MemoryError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_check_costs_by_the_rows_that_are_copied() -> None:
+    """Also in a pool of which not even a bit per row fits into memory."""
+    memories = [torch.arange(100, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)]
+    source, target = (
+        torch.frombuffer((ctypes.c_int8 * 2**55).from_address(memory.data_ptr()), dtype=torch.int8)[:, None]
+        for memory in memories
+    )
+    # No call within an assertion, which would print the tensors.
+    copied = refusal(target, source, [7, 3, 99], [1, 2, 50])
+    twice = refusal(target, source, [7, 3, 7], [1, 2, 50])
+    both = refusal(target, target, [7, 3], [4, 7])
+    assert copied == ""
+    assert "target twice" in twice
+    assert "both a source and a target" in both
+    assert memories[1][[3, 7, 99]].tolist() == [2, 1, 50]
+    assert memories[1].count_nonzero() == 3
 
 
 def rows_at(rng: random.Random, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,6 +174,8 @@ AT_THE_END_OF_MEMORY = """
 import ctypes, mmap, sys, torch
 from vllm import _custom_ops as ops
 
+if sys.argv[1] == "none":
+    ops._native = None
 ops.select_native_isa(sys.argv[1])
 mprotect = ctypes.CDLL(None, use_errno=True).mprotect
 mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
