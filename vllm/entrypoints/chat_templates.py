@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from jinja2 import Environment, Template, TemplateError, meta, nodes
+from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -118,12 +118,6 @@ def render_template(
         raise VLLMValidationError(
             f"the chat template cannot render these messages: {error}", parameter="messages"
         ) from error
-
-
-def template_variables(template: str) -> set[str]:
-    """Names that the template takes from outside."""
-    environment = _environment()
-    return meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals)
 
 
 @lru_cache(maxsize=TEMPLATES_CACHED)

@@ -16,8 +16,3 @@ def round_up(x: int, multiple: int) -> int:
 def round_down(x: int, multiple: int) -> int:
     """The largest multiple of `multiple` that is at most `x`."""
     return x // multiple * multiple
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`; 1 for every `n < 1`."""
-    return 1 if n < 1 else 1 << (n - 1).bit_length()

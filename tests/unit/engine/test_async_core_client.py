@@ -68,7 +68,7 @@ async def test_requests_aborts_and_ends_find_their_core(fakes: FakeCores, start:
     await until(lambda: len(first.requests) + len(second.requests) == 5)
     assert first.requests == ["r0", "r2"]
     assert second.requests == ["r1", "r3", "pinned"]
-    await client.abort_requests_async(["r3", "r0", "nobody"])
+    client.abort_requests_now(["r3", "r0", "nobody"])
     await until(lambda: bool(first.aborts and second.aborts))
     assert (first.aborts, second.aborts) == (["r0"], ["r3"])
     second.send(EngineCoreOutputs(outputs=[EngineCoreOutput("r1", [5], finish_reason=FinishReason.STOP)]))
@@ -76,7 +76,7 @@ async def test_requests_aborts_and_ends_find_their_core(fakes: FakeCores, start:
     assert (output.engine_index, [item.request_id for item in output.outputs]) == (1, ["r1"])
     await client.add_request_async(ask("next"))  # each has one now; the second was given more so far
     await until(lambda: "next" in first.requests)
-    await client.abort_requests_async(["r1"])  # has ended: nobody is told
+    client.abort_requests_now(["r1"])  # has ended: nobody is told
     with pytest.raises(ValueError, match=r"data_parallel_rank=2 must be in \[0, 2\)"):
         await client.add_request_async(ask("wrong", rank=2))
     await client.call_utility_async("check_health")
@@ -193,7 +193,7 @@ async def test_a_core_that_has_closed_its_socket_is_gone_for_who_calls(
         except EngineDeadError as error:
             told = str(error)
     assert "An engine core has ended" in told
-    await client.abort_requests_async(["r1"])
+    client.abort_requests_now(["r1"])
     fakes.processes[1].die(0)
     with pytest.raises(EngineDeadError, match="replica 1 ended"):
         await client.get_output_async()

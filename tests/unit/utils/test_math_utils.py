@@ -1,7 +1,7 @@
 import pytest
 
 from vllm.utils.checks import InvariantError, check
-from vllm.utils.math_utils import cdiv, next_power_of_2, round_down, round_up
+from vllm.utils.math_utils import cdiv, round_down, round_up
 
 
 @pytest.mark.parametrize(
@@ -13,11 +13,6 @@ def test_cdiv_rounds_up_exactly(a, b, expected):
 
 def test_rounding_to_multiples():
     assert (round_up(17, 16), round_up(32, 16), round_down(31, 16), round_down(32, 16)) == (32, 32, 16, 32)
-
-
-@pytest.mark.parametrize(("n", "expected"), [(-3, 1), (0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
-def test_next_power_of_2(n, expected):
-    assert next_power_of_2(n) == expected
 
 
 def test_check_raises_with_its_message():

@@ -163,8 +163,3 @@ class AttentionBackend(ABC):
         """Whether a kernel exists for this head size."""
         sizes = cls.get_supported_head_sizes()
         return not sizes or head_size in sizes
-
-    @classmethod
-    def full_cls_name(cls) -> tuple[str, str]:
-        """Module and qualified name, for messages and equality across processes."""
-        return cls.__module__, cls.__qualname__

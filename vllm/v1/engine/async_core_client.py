@@ -74,12 +74,8 @@ class AsyncMPClient:
         core = self._choice.place(request)
         self._send(self._connection.frames(EngineCoreRequestType.ADD, request, core))
 
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """End requests; unknown ids are ignored."""
-        self.abort_requests_now(request_ids)
-
     def abort_requests_now(self, request_ids: list[str]) -> None:
-        """The same; sending never waits."""
+        """End requests; unknown ids are ignored. Sending never waits."""
         if self._connection.dead is not None:
             return
         for core in range(self.num_cores):

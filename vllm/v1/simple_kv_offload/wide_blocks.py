@@ -91,9 +91,6 @@ class WideBlocks:
             if block.block_hash is None:
                 self.part(first)
 
-    def __len__(self) -> int:
-        return len(self._companions)
-
 
 class CompanionHold:
     """What is held as companions, as a recount of a pool's references sees it: as often as the first slots."""
