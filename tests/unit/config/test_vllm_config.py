@@ -17,6 +17,10 @@ from vllm.config import (
     get_current_vllm_config,
     set_current_vllm_config,
 )
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
+    SimpleCPUOffloadConnector,
+)
 
 
 def test_parts_have_defaults_and_are_not_copied():
@@ -122,6 +126,8 @@ def test_offloading_size_chooses_the_host_tier(monkeypatch, simple, connector, m
     ]
     assert transfer.kv_load_failure_policy == "recompute", "the copies are a cache"
     assert dataclasses.replace(config).kv_transfer_config.kv_connector == connector
+    chosen = KVConnectorFactory.get_connector_class(transfer)
+    assert issubclass(chosen, SimpleCPUOffloadConnector), "either name is the one CPU offload there is"
 
 
 def test_offloading_size_never_replaces_an_explicit_connector():

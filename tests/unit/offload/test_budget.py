@@ -5,12 +5,13 @@ import mmap
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers import memory_of_tier
 from tests.helpers.offload_parts import Byte
-from tests.helpers.offload_rig import Rig
+from tests.helpers.offload_rig import Rig, full, mamba, ring, window
 from vllm.utils.math_utils import round_up
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.simple_kv_offload.capacity import (
@@ -78,3 +79,16 @@ def test_ranks_share_one_set_of_records() -> None:
     assert (
         rig.worker().num_cpu_blocks == rig.worker(1).num_cpu_blocks == rig.manager.num_cpu_blocks == expected
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "kinds", [[full], [full, window], [full, mamba], [full, ring]], ids=lambda k: k[-1].__name__
+)
+def test_the_memory_of_all_ranks_together_is_the_budget(kinds: list[Any], ranks: int) -> None:
+    specs = [kind().copy_with_new_block_size(1 << 12) for kind in kinds]
+    budget = 32 * MIB
+    rig = Rig(specs, device_blocks=8, ranks=ranks, extra={"cpu_bytes_to_use": budget, "num_cpu_blocks": None})
+    taken = sum(region.numel() for rank in range(ranks) for region in rig.worker(rank).cpu_kv_caches.values())
+    assert 0.9 * budget <= taken <= budget
+    assert rig.manager.num_cpu_blocks == rig.worker(ranks - 1).num_cpu_blocks
