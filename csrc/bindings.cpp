@@ -9,12 +9,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "helpers.h"
 #include "ops.h"
 
 namespace {
@@ -222,7 +221,7 @@ void copy_host_blocks(Tensor target, const Tensor& source, const Tensor& target_
                           read<int64_t>(source_blocks), target.size(1) * bytes,   target.stride(0) * bytes,
                           source.stride(0) * bytes};
   check_rows(args, target, source, count);
-  // A thread takes little at a time, so that none is waited for long; one is started for enough to be worth it.
+  // A thread takes little at a time, so that none is waited for long; a helper is called for enough to be worth it.
   constexpr int64_t kShareBytes = 1 << 20, kThreadBytes = 4 << 20;
   const int64_t share = args.row_bytes > 0 && args.row_bytes < kShareBytes ? kShareBytes / args.row_bytes : 1;
   const int64_t shares = (count + share - 1) / share, worth = count * args.row_bytes / kThreadBytes;
@@ -233,15 +232,8 @@ void copy_host_blocks(Tensor target, const Tensor& source, const Tensor& target_
       active_kernels().copy_rows(args, i * share, end < count ? end : count);
     }
   };
-  // Threads of their own: torch's belong to a forward that runs meanwhile. They inherit the priority of this one.
-  std::vector<std::thread> others;
-  try {
-    for (int64_t i = 1; i < threads && i < worth; ++i) others.emplace_back(work);
-  } catch (const std::exception&) {
-    // The system has no more: those that are there do it.
-  }
-  work();
-  for (std::thread& other : others) other.join();
+  static thread_local Helpers helpers;
+  helpers.run(std::min(threads, worth) - 1, work);
 }
 
 void paged_decode_attention(Tensor out, const Tensor& q, const Tensor& pages, const Tensor& table,

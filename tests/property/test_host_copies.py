@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,6 +106,35 @@ def test_threads_share_a_large_copy() -> None:
     wanted.as_strided(target.shape, target.stride(), target.storage_offset())[into] = source[out_of]
     ops.copy_blocks(target, source, into, out_of, threads=4)
     assert torch.equal(memory, wanted)
+
+
+def test_large_copies_at_once_have_helpers_of_their_own_that_end_with_them() -> None:
+    """Threads come and go as copy lanes do; every one copies twice, the second time with the helpers of the first."""
+    num_rows, width = 1200, 2 * 4096
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def copies(seed: int) -> bool:
+        generator = torch.Generator().manual_seed(seed)
+        source = torch.randint(-128, 128, (num_rows, width), dtype=torch.int8, generator=generator)
+        target, equal = torch.zeros_like(source), True
+        for _ in range(2):
+            into, out_of = torch.randperm(num_rows, generator=generator), torch.arange(num_rows)
+            ops.copy_blocks(target, source, into, out_of, threads=3)
+            equal = equal and torch.equal(target[into], source)
+        return equal
+
+    assert copies(0)
+    before = threads()
+    for round_ in range(3):
+        with ThreadPoolExecutor(3) as lanes:
+            assert all(lanes.map(copies, range(3 * round_, 3 * round_ + 3)))
+    for _ in range(1000):  # they are not waited for
+        if threads() <= before:
+            break
+        time.sleep(0.01)
+    assert threads() <= before
 
 
 @pytest.mark.parametrize("seed", range(20))
