@@ -103,6 +103,10 @@ def _draw_panels(path: Path, panels: Sequence[Panel]) -> None:
             axis.axhline(level, color="gray", linestyle="--", linewidth=1, label=label)
         if not panel.bars:  # names have no scale
             axis.set_xscale("log" if panel.log_x else "linear")
+        if panel.log_x:  # what was measured, in plain numbers: powers would run into each other
+            places = sorted({x for xs, _ in panel.lines.values() for x in xs})
+            axis.set_xticks(places, [f"{x:g}" for x in places], fontsize=7)
+            axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.set_yscale("log" if panel.log_y else "linear")
         axis.set_title(panel.title, fontsize=10)
         axis.set_xlabel(panel.x_label, fontsize=8)
