@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+os.environ.setdefault("VLLM_ALLOW_CROWDED_REPLICAS", "1")  # some start two, however small the machine is
 
 import pytest
 from hypothesis import HealthCheck, settings

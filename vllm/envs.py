@@ -49,6 +49,9 @@ def _names(text: str) -> list[str]:
 
 
 VARIABLES: dict[str, EnvVar] = {
+    "VLLM_ALLOW_CROWDED_REPLICAS": EnvVar(
+        _flag, False, "On the CPU, start more replicas than there are processors for them."
+    ),
     "VLLM_ALLOW_INSECURE_SERIALIZATION": EnvVar(
         _flag, False, "Let callables and pickled objects cross processes."
     ),
@@ -163,6 +166,7 @@ _UNUSED: dict[str, EnvVar] = {
 VARIABLES |= _UNUSED
 
 # The same names for the type checker; without a value, so that `__getattr__` below answers.
+VLLM_ALLOW_CROWDED_REPLICAS: bool
 VLLM_ALLOW_INSECURE_SERIALIZATION: bool
 VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool
 VLLM_ALLOW_RUNTIME_LORA_UPDATING: bool

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from vllm import platforms
+from vllm.config.kv_events import check_port_ranges
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.vllm import VllmConfig
 from vllm.logger import init_logger
@@ -38,8 +40,19 @@ def refuse_unserved(config: VllmConfig) -> None:
     if not cache.swa_bounded_replay:
         logger.warning_once("swa_bounded_replay=False has no effect: no model here replays windows")
     _check_quantization(config)
+    refuse_replicas(config)
     if config.kv_transfer_config is not None:
         _check_transfer(config.kv_transfer_config)
+
+
+def refuse_replicas(config: VllmConfig) -> None:
+    """Raise ValueError for engines that this machine has no room for, or whose KV events would meet at one address."""
+    parallel, events = config.parallel_config, config.kv_events_config
+    if parallel.data_parallel_size > 1:
+        platforms.current_platform.check_replicas(parallel.data_parallel_size, parallel.world_size)
+    if events is not None and events.enable_kv_cache_events and events.publisher == "zmq":
+        last_rank = max(parallel.data_parallel_rank, parallel.data_parallel_size - 1)
+        check_port_ranges(events.endpoint, events.replay_endpoint, last_rank)
 
 
 def _check_quantization(config: VllmConfig) -> None:

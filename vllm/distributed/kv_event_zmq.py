@@ -26,6 +26,7 @@ import zmq
 
 from vllm import envs
 from vllm.config import KVEventsConfig
+from vllm.config.kv_events import check_port_ranges, tcp_port
 from vllm.distributed.kv_event_publisher import EventPublisher, PublisherCounters
 from vllm.distributed.kv_event_types import EventBatch, EventCodec
 from vllm.logger import init_logger
@@ -183,7 +184,7 @@ class ZmqEventPublisher(EventPublisher):
             return endpoint
         if endpoint.startswith(("inproc", "ipc")):
             return f"{endpoint}_dp{data_parallel_rank}"
-        port = _tcp_port(endpoint)
+        port = tcp_port(endpoint)
         if port is None:
             raise ValueError(
                 f"Invalid endpoint {endpoint!r}: must contain 'inproc', 'ipc' or 'tcp' with a port"
@@ -300,40 +301,6 @@ class ZmqEventPublisher(EventPublisher):
             self._replay.close(linger=LINGER_MS)
 
 
-PORT_MAX = 65_535
-
-
-def check_port_ranges(endpoint: str, replay_endpoint: str | None, data_parallel_rank: int) -> None:
-    """Refuse ports that do not exist, and addresses of which one rank's is another rank's: ``ValueError`` naming them.
-
-    Rank r uses port + r for both sockets, so the two ranges collide from the rank on that equals
-    the distance of the two base ports.
-    """
-    for name, address in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
-        last = (_tcp_port(address) or 0) + data_parallel_rank if address else 0
-        if last > PORT_MAX:
-            raise ValueError(f"{name}={address!r} needs port {last}, the largest is {PORT_MAX}")
-    if replay_endpoint is None:
-        return
-    if not endpoint.startswith("tcp") and endpoint == replay_endpoint:
-        raise ValueError(f"endpoint and replay_endpoint must differ, both are {endpoint!r}")
-    port, replay_port = _tcp_port(endpoint), _tcp_port(replay_endpoint)
-    if not port or not replay_port:
-        return
-    if abs(port - replay_port) <= data_parallel_rank:
-        raise ValueError(
-            f"The port ranges of endpoint {endpoint!r} and replay_endpoint {replay_endpoint!r} overlap: "
-            f"data-parallel rank {data_parallel_rank} needs them at least {data_parallel_rank + 1} apart"
-        )
-
-
-def _tcp_port(endpoint: str) -> int | None:
-    if not endpoint.startswith("tcp"):
-        return None
-    port = endpoint.rpartition(":")[2]
-    return int(port) if port.isdecimal() else None
-
-
 def _binds(endpoint: str) -> bool:
     if endpoint.startswith(("ipc://", "inproc://")):
         return True
@@ -364,7 +331,7 @@ def _attach(sock: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
         sock.bind(f"tcp://{host}:0")
         return _last_endpoint(sock)
     sock.bind(endpoint)
-    if _tcp_port(endpoint) == 0:
+    if tcp_port(endpoint) == 0:
         return _last_endpoint(sock)
     return endpoint
 

@@ -149,6 +149,16 @@ class CpuPlatform(Platform):
         return 1
 
     @classmethod
+    def check_replicas(cls, num_replicas: int, ranks_each: int) -> None:
+        """Each needs a processor; a user who wants them to share says so."""
+        processors = len(os.sched_getaffinity(0))
+        if num_replicas > processors and not envs.VLLM_ALLOW_CROWDED_REPLICAS:
+            raise ValueError(
+                f"data_parallel_size={num_replicas}: each replica needs a processor of its own, and this process may use "
+                f"{processors}; VLLM_ALLOW_CROWDED_REPLICAS=1 lets them share"
+            )
+
+    @classmethod
     def get_num_threads(cls) -> int:
         """Compute threads to use: OMP_NUM_THREADS if set, else the processors this process may run on."""
         chosen = os.environ.get("OMP_NUM_THREADS", "")

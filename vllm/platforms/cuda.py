@@ -50,6 +50,16 @@ class CudaPlatform(Platform):
         return int(_torch_cuda().device_count())
 
     @classmethod
+    def check_replicas(cls, num_replicas: int, ranks_each: int) -> None:
+        """Each rank needs a GPU of its own. Does not open the driver where NVML counts the devices."""
+        devices = cls.get_device_count()
+        if num_replicas * ranks_each > devices:
+            raise ValueError(
+                f"data_parallel_size={num_replicas}, tensor_parallel_size={ranks_each}: each rank of each replica needs a "
+                f"GPU of its own, and this process sees {devices}"
+            )
+
+    @classmethod
     def is_pin_memory_available(cls) -> bool:
         """Pinned host memory is what asynchronous copies need."""
         return True

@@ -143,6 +143,11 @@ class Platform:
         return
 
     @classmethod
+    def check_replicas(cls, num_replicas: int, ranks_each: int) -> None:
+        """Called before several engines of one server start: `ValueError` for more than the machine has room for."""
+        return
+
+    @classmethod
     def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
         """ "module.Class" of the attention backend; "" leaves the choice to the backend table."""
         return ""

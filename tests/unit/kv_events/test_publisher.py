@@ -18,8 +18,8 @@ import pytest
 import zmq
 
 from vllm.config import KVEventsConfig
+from vllm.config.kv_events import check_port_ranges
 from vllm.distributed.kv_event_publisher import EventPublisher
-from vllm.distributed.kv_event_zmq import check_port_ranges
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from vllm.config import VllmConfig
+from vllm.config.refusals import refuse_replicas
 from vllm.v1.engine.core_io import ENGINE_CORE_DEAD
 from vllm.v1.engine.core_launch import CoreProcesses, start_cores, wait_until_ready
 from vllm.v1.engine.core_ready import apply_resolved_settings
@@ -46,6 +47,7 @@ class SocketConnection:
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """`meanwhile` is called while the cores start: there is time to do something useful."""
+        refuse_replicas(vllm_config)  # of configurations that were made by hand
         count = max(1, vllm_config.parallel_config.data_parallel_size)
         self.cores: CoreProcesses
         self.cores, handshake = start_cores(vllm_config, executor_class, log_stats, count)
