@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.offload_rig import Rig, full, prompt, window
+from vllm.config import SpeculativeConfig
+from vllm.v1.core.block_hash import make_block_hash_with_group_id
 
 
 def warm(rig: Rig, length: int = 25) -> None:
@@ -59,6 +61,26 @@ def test_less_than_promised_is_delivered_if_a_prefix_can_end_there(
         plan, lease = accepted
         assert plan.positions == [(0, index) for index in range(taken // 4)]
         lease.release()
+    assert not rig.manager.cpu_block_pool.leases
+
+
+@pytest.mark.parametrize("taken", [4, 8, 14, 16])
+def test_of_what_keeps_all_tokens_any_part_is_delivered_also_beside_a_drafter(taken: int) -> None:
+    drafter = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
+    rig = Rig(config_changes={"speculative": drafter})
+    warm(rig)
+    request = rig.make_request(prompt(25))
+    assert rig.manager.promises.lookup(request, 0) == 20, "the last block is the drafter's"
+    accepted = rig.manager.promises.accept(request, taken)
+    assert accepted is not None
+    plan, lease = accepted
+    assert plan.positions == [(0, index) for index in range(-(-taken // 4))]
+    wanted = [
+        rig.manager.tier.get(make_block_hash_with_group_id(h, 0))
+        for h in request.block_hashes[: len(plan.positions)]
+    ]
+    assert plan.tier_blocks == wanted
+    lease.release()
     assert not rig.manager.cpu_block_pool.leases
 
 

@@ -14,7 +14,13 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_hash import BlockHash
 from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.kv_cache_block import KVCacheBlock
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    RSWASpec,
+    is_full_attention_spec,
+    iter_layer_specs,
+)
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.tier import Tier
 
@@ -47,6 +53,11 @@ class Promises:
         self._scheduler_block_size = scheduler_block_size
         self._hash_block_size = hash_block_size
         self._chunk_sizes = chunk_sizes(tier.config)
+        self._keeps_all_tokens = all(
+            is_full_attention_spec(group.kv_cache_spec)
+            and not any(isinstance(spec, RSWASpec) for spec in iter_layer_specs(group.kv_cache_spec))
+            for group in tier.config.prefix_cacheable_groups
+        )
         self._by_request: dict[str, Promise] = {}
 
     def lookup(self, request: Request, local_tokens: int) -> int:
@@ -101,8 +112,9 @@ class Promises:
             blocks = promise.blocks
             if num_tokens > promise.num_tokens:
                 return None
-            if num_tokens < promise.num_tokens:
-                # The blocks that a window or a state needs depend on where the prefix ends.
+            if num_tokens < promise.num_tokens and not self._keeps_all_tokens:
+                # The blocks that a window or a state needs depend on where the prefix ends. (With drafts a search would
+                # leave off the end of what is accepted, not of what was found.)
                 blocks, found = self._search(request, promise.local_tokens, num_tokens)
                 if found < num_tokens:
                     return None
