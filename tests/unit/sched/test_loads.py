@@ -189,6 +189,7 @@ def test_failed_loads_end_only_the_requests_concerned_where_that_is_the_policy(l
     error = driver.ends["a"].error
     assert error is not None
     assert error.code == "kv_load_failed"
+    assert "kv_load_failure_policy='recompute'" in error.message, "and what would help"
     assert connector.finished["a"][0] is RequestStatus.FINISHED_ERROR
     assert driver.outputs["b"] == expected_output(prompt(10, 3), 4)
     driver.add("again", prompt(40), max_tokens=4)

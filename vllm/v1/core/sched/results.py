@@ -42,7 +42,10 @@ logger = init_logger(__name__)
 
 ClientOutputs = dict[int, list[EngineCoreOutput]]
 
-LOAD_FAILED = RequestError("kv_load_failed", "KV cache data of the request could not be loaded")
+LOAD_FAILED = RequestError(
+    "kv_load_failed",
+    "KV cache data of the request could not be loaded; with kv_load_failure_policy='recompute' it would be computed",
+)
 NAN_LOGITS = RequestError("nan_logits", "the model produced no finite logits for the request")
 CONTRADICTION = RequestError(
     "validation_error",
