@@ -22,6 +22,19 @@ class KVConnectorRole(enum.Enum):
     WORKER = 1
 
 
+@dataclass(frozen=True, slots=True)
+class HostPool:
+    """Host memory that all ranks of one engine will have together for a connector.
+
+    ``setting`` sizes it. Engines with the same ``shared_name`` have one such pool; of its bytes ``bytes_there`` are taken.
+    """
+
+    setting: str
+    num_bytes: int
+    shared_name: str | None = None
+    bytes_there: int = 0
+
+
 class KVConnectorMetadata(ABC):  # noqa: B024 (an open base: connectors define the fields)
     """Orders of one step from the scheduler half to the worker half."""
 

@@ -12,7 +12,6 @@ from tests.helpers.shared_engines import MiniEngine, StepClock, key_of, shape
 from tests.sim.run import Run
 from tests.sim.worlds import draw_params
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.simple_kv_offload.copy_backends import shared_host
 from vllm.v1.simple_kv_offload.copy_backends.shared_host import (
     SharedSlots,
@@ -158,17 +157,6 @@ def test_cfg_06_too_little_shared_memory_is_told_before_the_model_is_loaded(
     with pytest.raises(ValueError, match="room for 409600 bytes"):
         check_shareable(config(), "pool-2", 409601)
     segment.close()
-
-
-def test_cfg_06_a_pool_larger_than_the_free_memory_is_told_before_the_model_is_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CpuPlatform, "get_available_memory", classmethod(lambda _: 409600))
-    check_shareable(config(), "pool", 409600)
-    with pytest.raises(
-        ValueError, match="409600 bytes of memory are available, cpu_bytes_to_use asks for 409601"
-    ):
-        check_shareable(config(), "pool", 409601)
 
 
 def test_the_connector_checks_the_room_for_its_bytes_and_not_for_its_blocks(folder: Path) -> None:

@@ -30,6 +30,7 @@ from vllm.v1.core.kv_cache_sizes import (
     smallest_cacheable_block_size,
 )
 from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.engine.host_memory import check_host_memory
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -68,6 +69,7 @@ def build_engine(
     started = clock.monotonic()
     # A mistyped setting should not be told only after minutes of loading.
     KVConnectorFactory.check_config(vllm_config)
+    check_host_memory(vllm_config)
     parallel_config = vllm_config.parallel_config
     if parallel_config.tensor_parallel_size > 1 and parallel_config.worker_cls == "auto":
         check_parallel(vllm_config)

@@ -6,7 +6,7 @@ Owns registration, look-up and creation. It must not import any connector. Layer
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from vllm.config import KVTransferConfig, VllmConfig
@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.utils.registry import resolve_object
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_connector_types import HostPool
 
 logger = init_logger(__name__)
 
@@ -78,6 +79,13 @@ class KVConnectorFactory:
         """Refuse a connector's wrong settings with ``ValueError``; nothing without a connector."""
         if config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector is not None:
             cls.get_connector_class(config.kv_transfer_config).check_config(config)
+
+    @classmethod
+    def host_pools(cls, config: VllmConfig) -> Sequence[HostPool]:
+        """What the connector says of its host memory; nothing without a connector."""
+        if config.kv_transfer_config is None or config.kv_transfer_config.kv_connector is None:
+            return ()
+        return cls.get_connector_class(config.kv_transfer_config).host_pools(config)
 
     @classmethod
     def create_connector(

@@ -15,7 +15,6 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.kv_cache_sizes import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
@@ -72,24 +71,16 @@ def check_shareable(vllm_config: VllmConfig, name: str, num_bytes: int | None = 
             f"shared_pool={name!r} needs {DEFAULT_FOLDER}, which does not exist here or is not writable; in a "
             "container mount it (--ipc=host, or --shm-size), or leave shared_pool out"
         )
-    there = _bytes_there(name)
     info = os.statvfs(DEFAULT_FOLDER)
-    room = info.f_bavail * info.f_frsize + there
+    room = info.f_bavail * info.f_frsize + bytes_there(name)
     if num_bytes is not None and num_bytes > room:
         raise ValueError(
             f"shared_pool={name!r}: {DEFAULT_FOLDER} has room for {room} bytes, cpu_bytes_to_use asks for "
             f"{num_bytes}; lower it or enlarge that file system (in a container: --ipc=host, or --shm-size)"
         )
-    # The file system lets a file be larger than what is free in memory, and the kernel kills somebody for it.
-    memory = CpuPlatform.get_available_memory() + there
-    if num_bytes is not None and num_bytes > memory:
-        raise ValueError(
-            f"shared_pool={name!r}: {memory} bytes of memory are available, cpu_bytes_to_use asks for {num_bytes}, "
-            "which are taken at the start; lower it"
-        )
 
 
-def _bytes_there(name: str) -> int:
+def bytes_there(name: str) -> int:
     """Bytes of what lies there under this name: they are used again, or removed if they can be."""
     room = 0
     for path in _segments(_segment_start(DEFAULT_FOLDER, name)):

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_report import ExternalHit, TierReport
 from vllm.v1.kv_connector_types import (
     CopyBlocksOp,
+    HostPool,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -388,6 +389,11 @@ class KVConnectorBase_V1(SchedulerHalf, WorkerHalf, ABC):
     def check_config(cls, vllm_config: VllmConfig) -> None:
         """Refuse with ``ValueError`` what is wrong with the connector's settings, before a model is loaded for it."""
         return
+
+    @classmethod
+    def host_pools(cls, vllm_config: VllmConfig) -> Sequence[HostPool]:
+        """Host memory that an engine will have for it, as far as that is known before a model is loaded."""
+        return ()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:

@@ -6,7 +6,7 @@ Owns the list of children and what is asked of it as a whole: support, layout, s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_scheduler import MultiSc
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_worker import MultiWorkerHalf
 from vllm.distributed.kv_transfer.kv_connector.v1.prom_metrics import KVConnectorPromMetrics, share_metrics
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_connector_types import HostPool
 
 
 class MultiConnector(MultiSchedulerHalf, MultiWorkerHalf, KVConnectorBase_V1, SupportsHMA):
@@ -69,6 +70,17 @@ class MultiConnector(MultiSchedulerHalf, MultiWorkerHalf, KVConnectorBase_V1, Su
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
         check_children(vllm_config)
+
+    @classmethod
+    def host_pools(cls, vllm_config: VllmConfig) -> Sequence[HostPool]:
+        if vllm_config.kv_transfer_config is None:
+            return ()
+        children = child_transfer_configs(vllm_config.kv_transfer_config)
+        return [
+            pool
+            for child in children
+            for pool in KVConnectorFactory.host_pools(child_vllm_config(vllm_config, child))
+        ]
 
     @classmethod
     def all_children_support_hma(cls, kv_transfer_config: KVTransferConfig) -> bool:

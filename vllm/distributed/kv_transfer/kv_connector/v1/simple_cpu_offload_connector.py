@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_report import ExternalHit, TierReport
 from vllm.v1.kv_connector_types import (
+    HostPool,
     KVConnectorHandshakeMetadata,
     KVConnectorStats,
     KVConnectorWorkerMetadata,
@@ -35,7 +36,11 @@ from vllm.v1.kv_connector_types import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
-from vllm.v1.simple_kv_offload.copy_backends.shared_host import check_shareable, join_shared_pool
+from vllm.v1.simple_kv_offload.copy_backends.shared_host import (
+    bytes_there,
+    check_shareable,
+    join_shared_pool,
+)
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
 from vllm.v1.simple_kv_offload.disk_backend import check_disk_path
 from vllm.v1.simple_kv_offload.host_buffer import check_reservable
@@ -138,6 +143,20 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 check_shareable(vllm_config, options.shared_pool, num_bytes)
             elif not options.is_disk and options.num_cpu_blocks is None:
                 check_reservable(_bytes_of_a_region(vllm_config, options.cpu_bytes))
+
+    @classmethod
+    def host_pools(cls, vllm_config: VllmConfig) -> Sequence[HostPool]:
+        transfer_config = vllm_config.kv_transfer_config
+        if transfer_config is None or not vllm_config.cache_config.enable_prefix_caching:
+            return ()
+        extra = transfer_config.kv_connector_extra_config
+        options = cls._read_options(extra, vllm_config.parallel_config.world_size, None)
+        # With a number of blocks, the bytes are known only when the cache has been laid out.
+        if options.is_disk or options.num_cpu_blocks is not None:
+            return ()
+        name = options.shared_pool
+        there = 0 if name is None else bytes_there(name)
+        return [HostPool("cpu_bytes_to_use", options.cpu_bytes_server_wide, name, there)]
 
     @property
     def requires_kv_delivery(self) -> bool:
