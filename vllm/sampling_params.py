@@ -135,6 +135,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     _eos_token_id: int | None = None
     _all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
     _bad_words_token_ids: list[list[int]] | None = None
+    _scores_prompt: bool = False
+    _completes_prompt: bool = False
 
     # Further construction.
 
@@ -220,6 +222,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         if not self.bad_words:
             return
         self._bad_words_token_ids = checks.bad_words_to_token_ids(self.bad_words, tokenizer)
+
+    def score_prompt(self, completes_prompt: bool = False) -> None:
+        """Only the prompt is asked about: what is made is told to nobody, or (`completes_prompt`) as the prompt's last token."""
+        self._scores_prompt, self._completes_prompt = True, completes_prompt
+
+    # What the front end reads.
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether what is made is no output: see `score_prompt`."""
+        return self._scores_prompt
+
+    @property
+    def completes_prompt(self) -> bool:
+        """Whether it is the prompt's last token."""
+        return self._completes_prompt
 
     # What the sampler and the scheduler read.
 

@@ -61,6 +61,8 @@ class Traffic:
         self.prompts: dict[str, list[int]] = {}
         self.living: set[str] = set()
         self.reports: dict[str, tuple[dict[str, int], int, int]] = {}
+        self.generated: dict[tuple[str, int], int] = {}
+        self.kinds: dict[str, RequestOutputKind] = {}
         self.seen: Counter[str] = Counter()
 
     def run(self, steps: int) -> None:
@@ -94,7 +96,7 @@ class Traffic:
         params = SamplingParams(
             n=n, max_tokens=self.chance.choice([1, 3, 30]), ignore_eos=True, output_kind=kind, seed=1
         )
-        self.prompts[name] = prompt
+        self.prompts[name], self.kinds[name] = prompt, kind
         self.living.add(name)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
@@ -110,6 +112,10 @@ class Traffic:
                 report = (told, output.num_cached_tokens, output.num_cache_creation_tokens)
                 assert self.reports.setdefault(name, report) == report, "it stays the same"
                 assert sum(told.values()) == output.num_cached_tokens < len(self.prompts[name])
+            for sample in output.outputs:
+                sofar = self.generated.get((name, sample.index), 0)
+                is_delta = self.kinds[name] == RequestOutputKind.DELTA
+                self.generated[name, sample.index] = is_delta * sofar + len(sample.token_ids)
             if output.finished:
                 self.living.discard(name)
 
@@ -125,6 +131,7 @@ class Traffic:
         by_source = figures("vllm:prompt_tokens_by_source", "source")
         assert figures("vllm:prompt_tokens_cached") == {"": total}
         assert figures("vllm:prompt_tokens") == {"": prompts}
+        assert figures("vllm:generation_tokens") == {"": sum(self.generated.values())}
         assert by_source == {
             "local_compute": prompts - total,
             "local_cache_hit": reported["device"],

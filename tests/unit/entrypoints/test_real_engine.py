@@ -195,6 +195,60 @@ async def test_val_07_scoring_a_prompt_of_the_models_length(client, engine):
     assert str(limit) in (await refused(client, COMPLETIONS, prompt=ids, max_tokens=1))["message"]
 
 
+COUNTED = {
+    "plain": (COMPLETIONS, {"prompt": "hello", "max_tokens": 4}),
+    "stop string": (COMPLETIONS, {"prompt": "hello", "max_tokens": 40, "stop": ["a", "e", "s"]}),
+    "samples": (COMPLETIONS, {"prompt": "hello", "max_tokens": 3, "n": 3, "temperature": 1, "seed": 1}),
+    "several prompts": (COMPLETIONS, {"prompt": ["hello", "there"], "max_tokens": 3}),
+    "structured": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "hi"}], "structured_outputs": {"json": WEATHER}},
+    ),
+    "tool": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "tool_choice": "required"},
+    ),
+    "no tokens": (COMPLETIONS, {"prompt": "hello", "max_tokens": 0, "echo": True, "logprobs": 1}),
+    "no tokens of samples": (
+        COMPLETIONS,
+        {"prompt": "hello", "max_tokens": 0, "n": 2, "temperature": 1, "echo": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*COUNTED, "no tokens, prompt of the model's length"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_metrics_count_the_tokens_that_replies_report(client, engine, case, streamed):
+    long = {"prompt": [5] * engine.model_config.max_model_len, "max_tokens": 0}
+    path, body = COUNTED.get(case, (COMPLETIONS, long))
+    before = await token_counts(client)
+    if streamed:
+        body = {**body, "stream_options": {"include_usage": True}}
+        usage = (await stream(client, path, **body))[-1]["usage"]
+    else:
+        usage = (await ok(client, path, **body))["usage"]
+    counted = [after - start for after, start in zip(await token_counts(client), before, strict=True)]
+    prompt, generated = usage["prompt_tokens"], usage["completion_tokens"]
+    assert (generated == 0) == (body.get("max_tokens") == 0)
+    assert counted == [prompt, prompt, generated, generated, prompt * body.get("n", 1)]
+
+
+async def token_counts(client):
+    """Tokens of prompts, twice, of outputs, of outputs by request, and of prompts by engine request."""
+    names = (
+        "prompt_tokens_total",
+        "prompt_tokens_by_source_total",
+        "generation_tokens_total",
+        "request_generation_tokens_sum",
+        "request_prompt_tokens_sum",
+    )
+    lines = (await client.get("/metrics")).text.splitlines()
+    return [
+        sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+        for name in names
+    ]
+
+
 BAD = {
     "val_01_bias_beyond": ({"logit_bias": {"191222": -100}}, "191222"),
     "val_01_bias_text": ({"logit_bias": {"AI": -100}}, "AI"),

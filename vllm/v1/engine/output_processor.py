@@ -174,12 +174,16 @@ class OutputProcessor:
             state = self.request_states.get(output.request_id)
             if state is None:
                 continue
-            self._observe(state, output, engine_core_timestamp, iteration_stats)
+            self._observe_events(state, output, iteration_stats)
             try:
                 is_report = state.note_prefill(output)
-                self._process(state, output, iteration_stats, weight_version, result)
+                told = state.num_told_tokens
+                stop_string = state.apply(output)
+                self._observe_tokens(state, told, output, engine_core_timestamp, iteration_stats)
+                state.note_weight_version(weight_version)
+                self._process(state, output, stop_string, iteration_stats, result)
                 if is_report and output.prefill_stats is not None:
-                    self._observe_report(output.prefill_stats, iteration_stats, engine_index)
+                    self._observe_report(state, output.prefill_stats, iteration_stats, engine_index)
             except Exception as error:
                 logger.exception("The output of request %s could not be processed.", state.request_id)
                 self._end_broken(state, error, result)
@@ -189,13 +193,11 @@ class OutputProcessor:
         self,
         state: RequestState,
         output: EngineCoreOutput,
+        stop_string: str | None,
         stats: IterationStats | None,
-        weight_version: str | None,
         result: OutputProcessorOutput,
     ) -> None:
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        stop_string = state.apply(output)
-        state.note_weight_version(weight_version)
         if stop_string is not None:
             finish_reason, stop_reason = FinishReason.STOP, stop_string
         made = self._make(state, output, finish_reason, stop_reason)
@@ -239,19 +241,29 @@ class OutputProcessor:
         if stats is not None:
             self.scheduler_stats = stats
 
-    def _observe(
-        self,
+    @staticmethod
+    def _observe_events(state: RequestState, output: EngineCoreOutput, stats: IterationStats | None) -> None:
+        if stats is not None and state.stats is not None and output.events is not None:
+            stats.observe_events(state.stats, output.events)
+
+    @staticmethod
+    def _observe_tokens(
         state: RequestState,
+        told_before: int,
         output: EngineCoreOutput,
         timestamp: float | None,
         stats: IterationStats | None,
     ) -> None:
+        """Count what the request tells of: not a token behind a stop string, nor one that nobody asked for."""
         if stats is None or state.stats is None or timestamp is None:
             return
-        if output.events is not None:
-            stats.observe_events(state.stats, output.events)
         stats.observe_tokens(
-            state.stats, len(output.new_token_ids), timestamp, output.prefill_stats, output.num_nans_in_logits
+            state.stats,
+            state.num_told_tokens - told_before,
+            timestamp,
+            output.prefill_stats,
+            output.num_nans_in_logits,
+            ends_prefill=bool(output.new_token_ids),
         )
 
     def with_reported(self, report: Mapping[str, Any], engine_index: int) -> dict[str, Any]:
@@ -263,13 +275,13 @@ class OutputProcessor:
         return {**report, "hits": hits}
 
     def _observe_report(
-        self, reported: PrefillStats, stats: IterationStats | None, engine_index: int
+        self, state: RequestState, reported: PrefillStats, stats: IterationStats | None, engine_index: int
     ) -> None:
         for source, tokens in reported.cached_tokens_by_source.items():
             key = engine_index, source
             self._reported[key] = self._reported.get(key, 0) + tokens
         if stats is not None:
-            stats.observe_prompt(reported)
+            stats.observe_prompt(reported, state.num_completing_tokens)
 
     def _observe_finish(
         self, state: RequestState, finish_reason: FinishReason, stats: IterationStats | None
@@ -279,10 +291,10 @@ class OutputProcessor:
         cached = 0 if state.prefill_stats is None else state.prefill_stats.num_cached_tokens
         stats.observe_finish(state.stats, finish_reason, state.prompt_len, state.max_tokens_param, cached)
         if state.parent_req is not None:
-            state.parent_req.observe_finished_child(state.num_output_tokens, stats)
+            state.parent_req.observe_finished_child(state.num_told_tokens, stats)
         else:
             stats.n_params_iter.append(1)
-            stats.max_num_generation_tokens_iter.append(state.num_output_tokens)
+            stats.max_num_generation_tokens_iter.append(state.num_told_tokens)
 
 
 __all__ = [

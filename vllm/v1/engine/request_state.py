@@ -50,6 +50,13 @@ class RequestState:
         self.prompt_len = _prompt_length(request)
         self.output_kind = params.output_kind if params is not None else RequestOutputKind.FINAL_ONLY
         self.max_tokens_param = params.max_tokens if params is not None else None
+        self.num_completing_tokens = 0
+        """Tokens of the prompt, as its caller knows it, that the core makes."""
+        if params is not None and params.scores_prompt:
+            self.max_tokens_param = 0
+            self.num_completing_tokens = int(params.completes_prompt)
+            self.prompt_len += self.num_completing_tokens
+        self._keeps_output = params is None or not params.scores_prompt
         self.queue = queue
         self.stream_interval = (params.stream_interval if params is not None else None) or stream_interval
         self.detokenizer = IncrementalDetokenizer()
@@ -85,6 +92,11 @@ class RequestState:
     @property
     def num_output_tokens(self) -> int:
         return self.detokenizer.num_output_tokens()
+
+    @property
+    def num_told_tokens(self) -> int:
+        """Those of them that the caller counts as output."""
+        return self.num_output_tokens if self._keeps_output else 0
 
     def apply(self, output: EngineCoreOutput) -> str | None:
         """Take the tokens of one step; returns the stop string they completed, if any."""

@@ -338,15 +338,19 @@ class IterationStats:
         core_timestamp: float,
         prefill_stats: PrefillStats | None = None,
         num_nans_in_logits: int = 0,
+        ends_prefill: bool | None = None,
     ) -> None:
-        """Count new tokens of one request; the first ones also end its prefill."""
+        """Count new tokens of one request; the first ones also end its prefill.
+
+        ``ends_prefill``: whether the core made any, where it may have made some that do not count.
+        """
         self.num_generation_tokens += num_new_tokens
         if prefill_stats is not None:
             self.num_computed_prompt_tokens += prefill_stats.num_computed_tokens
         if num_nans_in_logits > 0 and not state.is_corrupted:
             state.is_corrupted = True
             self.num_corrupted_reqs += 1
-        if num_new_tokens == 0:
+        if not (num_new_tokens > 0 if ends_prefill is None else ends_prefill):
             return
         if state.num_generation_tokens == 0:
             state.first_token_latency = max(0.0, self.iteration_timestamp - state.arrival_time)
@@ -357,9 +361,12 @@ class IterationStats:
         state.num_generation_tokens += num_new_tokens
         state.last_token_ts = core_timestamp
 
-    def observe_prompt(self, reported: PrefillStats) -> None:
-        """Count a prompt as its request reports it, once for all of its samples."""
-        self.num_prompt_tokens += reported.num_prompt_tokens
+    def observe_prompt(self, reported: PrefillStats, num_completing_tokens: int = 0) -> None:
+        """Count a prompt as its request reports it, once for all of its samples.
+
+        ``num_completing_tokens`` of it were not in the prompt that the core got.
+        """
+        self.num_prompt_tokens += reported.num_prompt_tokens + num_completing_tokens
         self.num_cached_prompt_tokens += reported.num_cached_tokens
         self.num_external_cached_prompt_tokens += reported.num_external_cached_tokens
         for source, tokens in reported.cached_tokens_by_source.items():

@@ -32,6 +32,7 @@ def force_last_token(rendered: RenderedPrompt, params: SamplingParams, model_con
             value=len(rendered.token_ids),
         )
     params.allowed_token_ids = [rendered.token_ids[-1]]
+    params.score_prompt(completes_prompt=True)
     return RenderedPrompt(rendered.token_ids[:-1], rendered.text)
 
 

@@ -135,6 +135,8 @@ class OpenAIServingCompletion(OpenAIServing):
             "prompt",
         )
         params = request.to_sampling_params(max(1, max_tokens), self.default_sampling_params)
+        if request.is_scoring:
+            params.score_prompt()
         return self.generate(rendered, params, request_id, request, caller)
 
     def _builders(
