@@ -4,6 +4,7 @@ import pytest
 
 from tests.helpers.http_app import App, says
 from vllm.config import KVTransferConfig
+from vllm.entrypoints.openai import dev_routes
 from vllm.entrypoints.openai.dev_routes import plain
 from vllm.v1.engine.exceptions import EngineDeadError, UtilityRefusedError
 
@@ -105,6 +106,33 @@ async def test_sleep_and_wake_up(app):
 )
 async def test_bad_query_values_are_400(app, path):
     assert (await app.error(path, None))["code"] == 400
+
+
+@pytest.mark.parametrize("path", sorted({route.path for route in dev_routes.router.routes}))
+async def test_unknown_query_parameters_are_400_and_nothing_is_done(app, path):
+    (method,) = next(route.methods for route in dev_routes.router.routes if route.path == path)
+    body = {"json": {"request_ids": ["a"], "method": "m"}} if method == "POST" else {}
+    reply = await app.client.request(method, path, params={"tier": "host", "tiers[]": "host"}, **body)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["message"].startswith("unknown query parameter 'tier', 'tiers[]'; this call takes ")
+    assert error["param"] == "tier"
+    assert app.engine.control == []
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (
+            "/reset_prefix_cache?tiers=host&reset_externals=true",
+            "unknown query parameter 'reset_externals'; this call takes reset_external, reset_running_requests, tiers",
+        ),
+        ("/resume?mode", "unknown query parameter 'mode'; this call takes none"),
+    ],
+)
+async def test_an_unknown_query_parameter_is_told_those_that_there_are(app, path, told):
+    reply = await app.client.post(path)
+    assert reply.json()["error"]["message"].startswith(told)
 
 
 async def test_other_caches(app):

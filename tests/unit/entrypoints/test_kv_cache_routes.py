@@ -170,6 +170,22 @@ async def test_bad_look_ups_are_refused_by_name(app, body, code, param):
     assert app.engine.control == []
 
 
+async def test_unknown_query_parameters_are_refused(app):
+    for method, path, told in (
+        (
+            "GET",
+            "/kv_cache/lookup?prompt=ab&salt=x",
+            "'salt'; this call takes cache_salt, model, prompt",
+        ),
+        ("POST", "/kv_cache/lookup?prompt=ab", "'prompt'; this call takes none"),
+        ("GET", "/kv_cache/stats?tier=host", "'tier'; this call takes none"),
+    ):
+        reply = await app.client.request(method, path, json={"prompt": [5, 6]})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"].startswith(f"unknown query parameter {told}")
+    assert app.engine.control == []
+
+
 async def test_engines_that_cannot_tell_or_are_gone(app):
     app.engine.answers["lookup_kv_cache"] = [None]
     app.engine.answers["get_kv_cache_reports"] = [None]

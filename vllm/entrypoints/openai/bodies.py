@@ -3,6 +3,7 @@
 Unpaired surrogates are no text (they cannot be encoded), integers beyond 64 bits and very deep nesting cannot be sent to
 the engine, NaN and infinities are no JSON. All are reported like a syntax error, with the place in the body. Large bodies are read in a
 thread by a quicker reader, so that streams of others go on, and must not hold more values than can be looked at quickly.
+Queries of control routes are read as strictly: a name that is unknown was meant to change something.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+
+from vllm.exceptions import VLLMValidationError
 
 # Only bodies in which these occur are looked into: an escape of a surrogate, a number of 19 digits and more or with a large
 # exponent, the names of what is no number.
@@ -188,3 +191,23 @@ class StrictRoute(APIRoute):
             return await handler(StrictRequest(request.scope, request.receive))
 
         return strict
+
+
+class ControlRoute(StrictRoute):
+    """A route of this engine's own: it also refuses query parameters that it does not take, before it does anything."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, behind a look at the query."""
+        handler = super().get_route_handler()
+        known = sorted(field.alias for field in self.dependant.query_params)
+
+        async def checked(request: Request) -> Response:
+            unknown = [name for name in request.query_params if name not in known]
+            if unknown:
+                raise VLLMValidationError(
+                    f"unknown query parameter {', '.join(map(repr, unknown))}; this call takes {', '.join(known) or 'none'}",
+                    parameter=unknown[0],
+                )
+            return await handler(request)
+
+        return checked

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
 from vllm import envs
-from vllm.entrypoints.openai.bodies import StrictRoute
+from vllm.entrypoints.openai.bodies import ControlRoute
 from vllm.entrypoints.openai.errors import create_error_response, error_reply, to_http_response
 from vllm.entrypoints.openai.field_types import Texts
 from vllm.entrypoints.openai.state import serving
@@ -27,7 +27,7 @@ from vllm.version import __version__
 
 logger = init_logger(__name__)
 
-router = APIRouter(route_class=StrictRoute)
+router = APIRouter(route_class=ControlRoute)
 PauseMode = Literal["abort", "wait", "keep"]
 WakeTag = Literal["weights", "kv_cache", "scheduling"]
 SECRETS = ("VLLM_API_KEY",)

@@ -8,13 +8,13 @@ from importlib.resources import files
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 
-from vllm.entrypoints.openai.bodies import StrictRoute
+from vllm.entrypoints.openai.bodies import ControlRoute
 from vllm.entrypoints.openai.kv_cache.protocol import CacheLookupRequest
 from vllm.entrypoints.openai.kv_cache.serving import lookup, stats
 from vllm.entrypoints.openai.replies import reply
 from vllm.entrypoints.openai.state import serving
 
-router = APIRouter(route_class=StrictRoute)
+router = APIRouter(route_class=ControlRoute)
 page_router = APIRouter()
 # The page asks nobody but the server that it came from.
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
