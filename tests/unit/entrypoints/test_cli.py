@@ -112,6 +112,8 @@ def test_adapters_in_both_spellings(parser):
         ["--port", "80"],
         ["--port", "x"],
         ["--port", "70000"],
+        ["--port", "80_80"],
+        ["--port", "+8080"],
     ],
 )
 def test_usage_errors(parser, bad):

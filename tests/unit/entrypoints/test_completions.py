@@ -92,6 +92,17 @@ async def test_headers_of_the_caller(app):
     assert (error["code"], error["param"]) == (400, "X-Vllm-Priority")
 
 
+@pytest.mark.parametrize("name", ["X-Vllm-Priority", "X-data-parallel-rank"])
+@pytest.mark.parametrize("text", ["1_0", "+1", " 1", "--1", "1.0", "\u0661", "\u00b2", "", "1" * 19, "0x1"])
+async def test_numbers_in_headers_are_plain_digits(app, name, text):
+    headers = [(name.lower().encode(), text.encode("utf-8"))]
+    if text == " 1":  # stripped where it comes from the network
+        headers = [(name.lower().encode(), b"\xa01")]
+    error = await app.error(PATH, {"prompt": "hello"}, headers=headers)
+    assert (error["code"], error["param"]) == (400, name)
+    assert "must be an integer" in error["message"]
+
+
 async def test_several_prompts_and_samples_are_numbered(tmp_path):
     app = App(tmp_path, lambda call, sample: [Step(f"{call.prompt['prompt']}{sample}", [1, 2], "stop")])
     body = await app.complete(prompt=["a", "b"], n=2)

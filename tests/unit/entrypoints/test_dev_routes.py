@@ -98,6 +98,11 @@ async def test_sleep_and_wake_up(app):
     "path",
     [
         "/sleep?level=3",
+        "/sleep?level=0_1",
+        "/sleep?level=+1",
+        "/sleep?level=%2B1",
+        "/sleep?level=1.0",
+        "/sleep?level=%D9%A1",
         "/sleep?mode=nap",
         "/wake_up?tags=nobody",
         "/pause?mode=x",

@@ -4,6 +4,7 @@ import pytest
 
 from tests.helpers.http_app import App, says
 from vllm.entrypoints.openai.errors import clean_message, create_error_response, describe_validation
+from vllm.entrypoints.openai.middleware import stated_length
 from vllm.entrypoints.openai.unsupported_routes import PATHS
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response as public_create
@@ -61,6 +62,24 @@ async def test_metrics_count_requests_by_known_route(app):
     assert 'http_requests_total{handler="none",method="GET",status="4xx"} 1.0' in text
     assert 'handler="/health"' not in text
     assert "http_request_duration_seconds_count" in text
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        (b"12", 12),
+        (b"0012", 12),
+        (b"0", 0),
+        (b"1_2", 0),
+        (b"+12", 0),
+        (b"\xb2", 0),
+        (b"9" * 5000, int("9" * 20)),
+        (None, 0),
+    ],
+)
+def test_the_stated_length_of_a_body_is_plain_digits(stated, expected):
+    headers = [] if stated is None else [(b"content-length", stated)]
+    assert stated_length({"headers": headers}) == expected
 
 
 async def test_load_needs_its_flag(app, tmp_path):

@@ -60,10 +60,9 @@ def _lora_module(parser: argparse.ArgumentParser, text: str) -> LoRAModulePath:
 
 def port_number(text: str) -> int:
     """Type of `--port`."""
-    try:
-        port = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port number") from None
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port number")
+    port = int(text)
     if not PORT_MIN <= port <= PORT_MAX:
         raise argparse.ArgumentTypeError(f"port {port} must be between {PORT_MIN} and {PORT_MAX}")
     return port

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from vllm import envs
 from vllm.entrypoints.openai.bodies import ControlRoute
 from vllm.entrypoints.openai.errors import create_error_response, error_reply, to_http_response
-from vllm.entrypoints.openai.field_types import Texts
+from vllm.entrypoints.openai.field_types import QueryInt, Texts
 from vllm.entrypoints.openai.state import serving
 from vllm.logger import init_logger
 from vllm.transformers_utils.config_record import ConfigRecord
@@ -128,7 +128,7 @@ async def reset_encoder_cache(raw_request: Request) -> Response:
 @router.post("/sleep")
 @_answers_errors
 async def sleep(
-    raw_request: Request, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort"
+    raw_request: Request, level: Annotated[QueryInt, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort"
 ) -> Response:
     """Pause and give memory back."""
     await serving(raw_request).engine_client.sleep(level, mode)

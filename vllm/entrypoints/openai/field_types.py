@@ -6,9 +6,11 @@ looked at as a whole here, and at most one item of a list is reported.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import (
+    BeforeValidator,
     Field,
     PlainValidator,
     ValidatorFunctionWrapHandler,
@@ -22,6 +24,23 @@ from vllm import envs
 CONVERTED_ITEMS_MAX = 4096
 XARGS_MAX = 1024
 LOGIT_BIASES_MAX = 65_536
+
+
+# What `int` also reads, "1_0", "+1", " 1" or digits of other scripts, is a slip in a header or a query. At most 64 bits.
+_PLAIN_NUMBER = re.compile(r"-?[0-9]{1,18}")
+
+
+def plain_int(text: str) -> int:
+    """The number that a header or a query states. Raises ValueError for anything but ASCII digits behind at most a minus."""
+    if _PLAIN_NUMBER.fullmatch(text) is None:
+        raise ValueError(f"must be an integer, got {text!r}")
+    return int(text)
+
+
+QueryInt = Annotated[
+    int, BeforeValidator(lambda value: plain_int(value) if isinstance(value, str) else value)
+]
+"""An integer in a query."""
 
 
 def _holds_only(items: Any, kind: type) -> bool:

@@ -49,6 +49,12 @@ def header_of(scope: Scope, name: bytes) -> str | None:
     return None
 
 
+def stated_length(scope: Scope) -> int:
+    """Bytes of the body as its header says, 0 where that says nothing. More digits than any size has are cut off."""
+    stated = header_of(scope, b"content-length") or ""
+    return int(stated.lstrip("0")[:20] or 0) if stated.isascii() and stated.isdigit() else 0
+
+
 async def _reply(error: tuple[int, str], scope: Scope, receive: Receive, send: Send) -> None:
     status, message = error
     response: Response = to_http_response(create_error_response(message, status_code=status))
@@ -99,8 +105,7 @@ class LimitsMiddleware:
             await _reply((431, f"The request has more than {self.headers_max} headers"), scope, receive, send)
             return
         too_large = f"The request body is larger than {self.body_bytes_max} bytes"
-        stated = header_of(scope, b"content-length")
-        if stated is not None and stated.isdigit() and int(stated) > self.body_bytes_max:
+        if stated_length(scope) > self.body_bytes_max:
             await _reply((413, too_large), scope, receive, send)
             return
         seen = 0
@@ -154,10 +159,9 @@ def _sends_unasked(scope: Scope) -> bool:
     """Whether a body comes that can be read to its end, from a client that does not wait to be asked for it."""
     if header_of(scope, b"expect") is not None:
         return False
-    stated = header_of(scope, b"content-length")
-    if stated is None:
+    if header_of(scope, b"content-length") is None:
         return header_of(scope, b"transfer-encoding") is not None
-    return stated.isdigit() and 0 < int(stated) <= READ_ON_BYTES_MAX
+    return 0 < stated_length(scope) <= READ_ON_BYTES_MAX
 
 
 class LastReplyMiddleware:

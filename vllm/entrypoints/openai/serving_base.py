@@ -12,6 +12,7 @@ from fastapi import Request
 from vllm.entrypoints.openai.completion.protocol import RequestMetrics
 from vllm.entrypoints.openai.errors import create_error_response
 from vllm.entrypoints.openai.fan_in import Primed, fan_in
+from vllm.entrypoints.openai.field_types import plain_int
 from vllm.entrypoints.openai.late_json import SLICE, LateJson, object_text, rows_text
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.render import OnlineRenderer, RenderedPrompt, Truncation
@@ -76,11 +77,9 @@ def _header_number(headers: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     try:
-        return int(text)
-    except ValueError:
-        raise VLLMValidationError(
-            f"header {name} must be an integer, got {text!r}", parameter=name, value=text
-        ) from None
+        return plain_int(text)
+    except ValueError as error:
+        raise VLLMValidationError(f"header {name} {error}", parameter=name, value=text) from None
 
 
 @dataclass(frozen=True)
