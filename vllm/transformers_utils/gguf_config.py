@@ -9,17 +9,19 @@ from typing import Any, Final
 from vllm.transformers_utils.config_record import ConfigRecord
 from vllm.transformers_utils.gguf_metadata import GGUFHeader, read_gguf_header
 
-# architecture in the file → (model_type, architecture of the model class)
-_ARCHITECTURES: Final = {
+# architecture in the file → (model_type, architecture of the model class): those whose tensors the weight loader knows too
+ARCHITECTURES: Final = {
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-    "phi3": ("phi3", "Phi3ForCausalLM"),
-    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+}
+
+# key below the architecture's prefix → what none of their models does; a file may say so all the same (Mixtral is a llama)
+_UNSERVED: Final = {
+    "expert_count": "experts",
+    "attn_logit_softcapping": "capped scores",
+    "final_logit_softcapping": "capped logits",
 }
 
 # key below the architecture's prefix → name in config.json
@@ -34,11 +36,6 @@ _FIELDS: Final = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
 }
 
 _TOKEN_IDS: Final = {
@@ -51,15 +48,22 @@ _TOKEN_IDS: Final = {
 def config_from_gguf(path: str | Path) -> ConfigRecord:
     """The config record of the GGUF file at `path`.
 
-    Raises ValueError if the file is no GGUF file or holds an architecture that has no table line here.
+    Raises ValueError if the file is no GGUF file, holds an architecture that has no table line here, or needs what no
+    model of these does.
     """
     header = read_gguf_header(path)
     architecture = header.metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    if architecture not in ARCHITECTURES:
         raise ValueError(
-            f"{path}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+            f"{path}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
-    model_type, class_name = _ARCHITECTURES[architecture]
+    for key, feature in _UNSERVED.items():
+        value = header.metadata.get(f"{architecture}.{key}")
+        if value:
+            raise ValueError(
+                f"{path}: {architecture}.{key}={value} is not supported: no GGUF model has {feature}"
+            )
+    model_type, class_name = ARCHITECTURES[architecture]
     values: dict[str, Any] = {"model_type": model_type, "architectures": [class_name]}
     for key, name in _FIELDS.items():
         value = header.metadata.get(f"{architecture}.{key}")
@@ -102,6 +106,10 @@ def _rope_values(header: GGUFHeader, architecture: str, values: Mapping[str, Any
         if original is not None:
             scaling["original_max_position_embeddings"] = original
         found["rope_scaling"] = scaling
+    elif kind not in (None, "none"):
+        raise ValueError(
+            f"{header.path}: {prefix}.scaling.type={kind!r} is not supported; supported: none, linear, yarn"
+        )
     return found
 
 

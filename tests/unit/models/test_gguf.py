@@ -182,6 +182,14 @@ def test_cut_file_and_unsupported_tensor_are_refused_by_name(tmp_path: Path) -> 
     path = writer.write_gguf(tmp_path / "b.gguf", METADATA, [("output.weight", (256,), 12, b"\0" * 144)])
     with pytest.raises(ValueError, match=r"tensor 'output\.weight' has type 12, which is not supported"):
         list(iter_gguf(path, show_progress=False))
+    good = ("output_norm.weight", (64,), writer.F32, b"\0" * 256)
+    for bad, told in (
+        (("output.weight", (256,), 12, b"\0" * 144), "has type 12"),
+        (("blk.0.post_ffw_norm.weight", (64,), writer.F32, b"\0" * 256), "is not known"),
+    ):
+        path = writer.write_gguf(tmp_path / "c.gguf", METADATA, [good, bad])
+        with pytest.raises(ValueError, match=told):  # before the good one is read
+            next(iter_gguf(path, show_progress=False))
 
 
 def test_load_format_gguf_needs_a_gguf_file(tmp_path: Path) -> None:

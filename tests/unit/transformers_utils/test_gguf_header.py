@@ -3,7 +3,9 @@ import struct
 import pytest
 
 from tests.helpers.gguf_files import llama_metadata, write_gguf
-from vllm.transformers_utils.gguf_config import config_from_gguf
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.transformers_utils.gguf_config import ARCHITECTURES, config_from_gguf
 from vllm.transformers_utils.gguf_metadata import is_gguf_file, read_gguf_header
 
 TENSORS = {"token_embd.weight": (3, 32), "blk.0.attn_q.weight": (32, 32), "output_norm.weight": (32,)}
@@ -62,10 +64,41 @@ def test_vocabulary_size_without_an_embedding_tensor(tmp_path):
     assert config_from_gguf(write_gguf(tmp_path / "m.gguf", llama_metadata(), {})).vocab_size == 3
 
 
-def test_unknown_architecture_is_refused(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "clip"}, {})
-    with pytest.raises(ValueError, match="'clip' is not supported; supported: llama"):
+@pytest.mark.parametrize("name", ["clip", "gemma2", "gemma3", "phi3", "qwen3moe", "smollm3"])
+def test_an_architecture_that_is_not_served_is_refused_at_its_name(tmp_path, name):
+    path = write_gguf(tmp_path / "m.gguf", {"general.architecture": name}, {})
+    told = f"GGUF architecture '{name}' is not supported; supported: llama, mistral, qwen2, qwen3"
+    with pytest.raises(ValueError, match=told):
         config_from_gguf(path)
+    with pytest.raises(ValueError, match=told):  # at the start of an engine
+        EngineArgs(str(path)).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("expert_count", 8, r"llama\.expert_count=8 is not supported: no GGUF model has experts"),
+        ("final_logit_softcapping", 30.0, "capped logits"),
+        ("attn_logit_softcapping", 50.0, "capped scores"),
+        (
+            "rope.scaling.type",
+            "longrope",
+            r"scaling\.type='longrope' is not supported; supported: none, linear, yarn",
+        ),
+    ],
+)
+def test_what_no_served_model_does_is_refused_by_name(tmp_path, key, value, told):
+    path = write_gguf(tmp_path / "m.gguf", llama_metadata(**{f"llama.{key}": value}), TENSORS)
+    with pytest.raises(ValueError, match=told):
+        config_from_gguf(path)
+    harmless = "none" if isinstance(value, str) else type(value)(0)
+    config_from_gguf(write_gguf(path, llama_metadata(**{f"llama.{key}": harmless}), TENSORS))
+
+
+def test_every_architecture_has_a_model():
+    for model_type, class_name in ARCHITECTURES.values():
+        assert model_type
+        assert class_name in ModelRegistry.get_supported_archs()
 
 
 def test_other_files_are_refused(tmp_path):

@@ -199,6 +199,15 @@ def _num_bytes(path: Path, info: GGUFTensorInfo) -> int:
     return info.num_elements // form.values * form.size
 
 
+def _place(header: GGUFHeader, info: GGUFTensorInfo, file_size: int) -> tuple[str, int, int]:
+    """The models' name of a tensor, and the bytes of the file that hold it."""
+    start = header.data_offset + info.offset
+    end = start + _num_bytes(header.path, info)
+    if end > file_size:
+        raise ValueError(f"{header.path}: tensor {info.name!r} is cut off at byte {file_size} of {end}")
+    return tensor_name(info.name), start, end
+
+
 def _unpermute(weight: Tensor, heads: int) -> Tensor:
     """Rows of a rotary projection from the neighbour order of the file to halves (channel i turns with i + d/2)."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
@@ -216,12 +225,13 @@ def _permuted_heads(header: GGUFHeader) -> dict[str, int]:
 def iter_gguf(path: Path, show_progress: bool = True) -> Iterator[tuple[str, GGUFWeight]]:
     """Yields (model's name, tensor to be read) for every tensor; the bar counts file bytes.
 
-    `ValueError` names a tensor that is unknown, of an unsupported type or cut off.
+    `ValueError` names a tensor that is unknown, of an unsupported type or cut off, before any is read.
     """
     header = read_gguf_header(path)
     permuted = _permuted_heads(header)
     file_bytes = np.memmap(path, dtype=np.uint8, mode="r")
     total = file_bytes.size - header.data_offset
+    places = [_place(header, info, file_bytes.size) for info in header.tensors]
     with tqdm(
         total=total,
         desc="Loading weights",
@@ -229,13 +239,7 @@ def iter_gguf(path: Path, show_progress: bool = True) -> Iterator[tuple[str, GGU
         unit_scale=True,
         disable=None if show_progress else True,
     ) as bar:
-        for info in header.tensors:
-            start = header.data_offset + info.offset
-            end = start + _num_bytes(path, info)
-            if end > file_bytes.size:
-                raise ValueError(
-                    f"{path}: tensor {info.name!r} is cut off at byte {file_bytes.size} of {end}"
-                )
+        for info, (name, start, end) in zip(header.tensors, places, strict=True):
             part = info.name.split(".")[2] if info.name.startswith("blk.") else ""
-            yield tensor_name(info.name), GGUFWeight(info, file_bytes[start:end], permuted.get(part, 0))
+            yield name, GGUFWeight(info, file_bytes[start:end], permuted.get(part, 0))
             bar.update(end - start)
