@@ -6,6 +6,8 @@ requests. Nothing outlives `CoreProcesses.close`: not a process, not a socket fi
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import pickle
 import select
@@ -16,19 +18,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import psutil
 import zmq
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
 from vllm.utils.child_process import start_python
-from vllm.v1.engine.core_main import CoreStart, run_core
+from vllm.v1.engine.core_main import CoreStart, become_replica, run_core
 from vllm.v1.engine.exceptions import EngineStartError
 from vllm.v1.executor.abstract import Executor
 
@@ -38,6 +42,8 @@ POLL_MS = 100
 # A start that takes longer than the first says what it is doing, then again after each further interval.
 REPORT_FIRST_S = 2.0
 REPORT_EVERY_S = 5.0
+# Workers whose core was killed end by themselves, if they can.
+WORKERS_GRACE_S = 2.0
 
 
 class CoreProcess(Protocol):
@@ -130,16 +136,22 @@ def _share_of_processors(start: CoreStart) -> dict[str, str]:
 
 @dataclass
 class CoreProcesses:
-    """Running cores. `grace_s`: time to end in; `resolved`: what each decided about the configuration."""
+    """Running cores. `grace_s`: time to end in; `resolved`: what each decided about the configuration.
+
+    `vllm_config`: of all of them; who is killed cannot remove what outlives a process, so that is done here.
+    """
 
     processes: list[CoreProcess]
     input_address: str
     output_address: str
     folder: Path
     grace_s: float
+    vllm_config: VllmConfig
     resolved: dict[bytes, dict[str, Any]] = field(default_factory=dict)
     _closing: bool = False
     _owner: int = field(default_factory=os.getpid)
+    _killed: list[int] = field(default_factory=list)
+    _cleaning: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def identities(self) -> list[bytes]:
@@ -154,7 +166,7 @@ class CoreProcesses:
             if not self._closing:
                 which = f"{process.pid} of replica {index}" if len(self.processes) > 1 else str(process.pid)
                 on_death(f"Engine core process {which} ended unexpectedly with status {status}.")
-                self._end([other for other in self.processes if other is not process], self.grace_s)
+                self._end(set(range(len(self.processes))) - {index}, self.grace_s)
 
         for index, process in enumerate(self.processes):
             threading.Thread(target=wait, args=(index, process), name="core-watch", daemon=True).start()
@@ -164,19 +176,50 @@ class CoreProcesses:
         if self._closing or os.getpid() != self._owner:
             return
         self._closing = True
-        self._end(self.processes, self.grace_s if timeout is None else timeout)
+        self._end(range(len(self.processes)), self.grace_s if timeout is None else timeout)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    @staticmethod
-    def _end(processes: Sequence[CoreProcess], timeout: float) -> None:
+    def _end(self, indices: Collection[int], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            if process.wait(max(0.0, deadline - time.monotonic())) is None:
-                logger.warning("Engine core process %d does not end; it is killed.", process.pid)
-                process.kill()
-                process.wait()
+        for index in indices:
+            self.processes[index].terminate()
+        for index in indices:
+            if self.processes[index].wait(max(0.0, deadline - time.monotonic())) is None:
+                self._kill(index)
+        # Both the watch and `close` may be here: whoever comes first cleans up, and the other waits for it.
+        with self._cleaning:
+            while self._killed:
+                self._remove_leftovers(self._killed.pop())
+
+    def _kill(self, index: int) -> None:
+        """End a core by force, and its workers: they notice, but may be stopped or at a step as it was."""
+        process = self.processes[index]
+        logger.warning("Engine core process %d does not end; it is killed.", process.pid)
+        workers = _descendants(process.pid)
+        self._killed.append(index)
+        process.kill()
+        process.wait()
+        _, left = psutil.wait_procs(workers, WORKERS_GRACE_S)
+        for worker in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+        psutil.wait_procs(left, WORKERS_GRACE_S)
+
+    def _remove_leftovers(self, index: int) -> None:
+        config = copy.deepcopy(self.vllm_config)
+        if len(self.processes) > 1:
+            become_replica(config, index)
+        try:
+            KVConnectorFactory.remove_leftovers(config)
+        except Exception:  # an outside connector's own; the engine ends all the same
+            logger.exception("What engine core %d left behind may still be there.", index)
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found += psutil.Process(pid).children(recursive=True)
+    return found
 
 
 def _socket_folder() -> Path:
@@ -207,7 +250,7 @@ def start_cores(
     folder = _socket_folder()
     handshake_address = f"ipc://{folder}/handshake"
     make = _process_class(num_cores)
-    cores = CoreProcesses([], f"ipc://{folder}/input", f"ipc://{folder}/output", folder, grace_s)
+    cores = CoreProcesses([], f"ipc://{folder}/input", f"ipc://{folder}/output", folder, grace_s, vllm_config)
     try:
         for index in range(num_cores):
             start = CoreStart(vllm_config, executor_class, log_stats, index, handshake_address, os.getpid())

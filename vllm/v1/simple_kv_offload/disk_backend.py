@@ -15,7 +15,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.simple_kv_offload.copy_backend import create_copy_backend
 from vllm.v1.simple_kv_offload.copy_backends.base import Regions, bytes_per_block
 from vllm.v1.simple_kv_offload.copy_backends.disk import DiskBackend
-from vllm.v1.simple_kv_offload.copy_backends.disk_file import refuse_place, refuse_read_only
+from vllm.v1.simple_kv_offload.copy_backends.disk_file import (
+    refuse_place,
+    refuse_read_only,
+    remove_files_of_ranks,
+)
 from vllm.v1.simple_kv_offload.copy_backends.kv_digest import kv_digest
 
 logger = init_logger(__name__)
@@ -48,6 +52,12 @@ def disk_file_path(disk_path: str, vllm_config: VllmConfig | None) -> str:
     if transfer_config is None or transfer_config.engine_id is None:
         return f"{_stem(disk_path)}.rank_{rank}"
     return f"{_stem(disk_path)}.{transfer_config.engine_id}.rank_{rank}"
+
+
+def remove_own_files(disk_path: str, vllm_config: VllmConfig) -> list[str]:
+    """Remove the files that are not kept of all ranks of this engine, which is gone."""
+    own = disk_file_path(disk_path, vllm_config)
+    return remove_files_of_ranks(own.rpartition(".rank_")[0])
 
 
 def kept_file_path(disk_path: str, digest: bytes, vllm_config: VllmConfig | None) -> str:

@@ -88,6 +88,12 @@ class KVConnectorFactory:
         return cls.get_connector_class(config.kv_transfer_config).host_pools(config)
 
     @classmethod
+    def remove_leftovers(cls, config: VllmConfig) -> None:
+        """Let the connector's class tidy up after a killed engine; nothing without a connector."""
+        if config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector is not None:
+            cls.get_connector_class(config.kv_transfer_config).remove_leftovers(config)
+
+    @classmethod
     def create_connector(
         cls, config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None
     ) -> KVConnectorBase_V1:

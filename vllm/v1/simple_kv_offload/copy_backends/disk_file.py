@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import math
 import mmap
 import os
 import shutil
@@ -253,6 +254,11 @@ def remove_stale_files(path: str) -> list[str]:
     return removed
 
 
+def remove_files_of_ranks(prefix: str) -> list[str]:
+    """Remove ``<prefix>.rank_<n>`` of an engine that is gone, however young; a file that somebody has locked stays."""
+    return _remove_stale(f"{glob.escape(prefix)}.rank_*", (), -math.inf)
+
+
 def remove_outdated_files(path: str) -> list[str]:
     """Remove kept files of the same engine and rank that another model, layout or version left, by the same rules.
 
@@ -276,11 +282,11 @@ def remove_outdated_files(path: str) -> list[str]:
     return removed
 
 
-def _remove_stale(pattern: str, spared: tuple[str, ...]) -> list[str]:
+def _remove_stale(pattern: str, spared: tuple[str, ...], stale_after_s: float = STALE_AFTER_S) -> list[str]:
     removed = []
     for candidate in sorted(glob.glob(pattern)):
         try:
-            if candidate not in spared and _is_stale(candidate):
+            if candidate not in spared and _is_stale(candidate, stale_after_s):
                 os.unlink(candidate)
                 removed.append(candidate)
         except OSError as error:
@@ -288,9 +294,9 @@ def _remove_stale(pattern: str, spared: tuple[str, ...]) -> list[str]:
     return removed
 
 
-def _is_stale(path: str) -> bool:
+def _is_stale(path: str, stale_after_s: float) -> bool:
     info = os.lstat(path)
-    if not stat.S_ISREG(info.st_mode) or time.time() - info.st_mtime < STALE_AFTER_S:
+    if not stat.S_ISREG(info.st_mode) or time.time() - info.st_mtime < stale_after_s:
         return False
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -194,10 +194,17 @@ def remove_stale_segments(path: str) -> list[str]:
 
     A file that cannot be looked at is logged and stays.
     """
+    return _remove_unused([candidate for candidate in _segments(path[:-16]) if candidate != path])
+
+
+def remove_unused_segments(name: str) -> list[str]:
+    """Remove segments of the pool ``name`` that no engine uses, as the last one would have done that ends in order."""
+    return _remove_unused(_segments(_segment_start(DEFAULT_FOLDER, name)))
+
+
+def _remove_unused(candidates: Iterable[str]) -> list[str]:
     removed = []
-    for candidate in _segments(path[:-16]):
-        if candidate == path:
-            continue
+    for candidate in candidates:
         try:
             if remove_if_unused(candidate):
                 removed.append(candidate)

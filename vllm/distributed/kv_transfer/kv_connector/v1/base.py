@@ -396,6 +396,14 @@ class KVConnectorBase_V1(SchedulerHalf, WorkerHalf, ABC):
         return ()
 
     @classmethod
+    def remove_leftovers(cls, vllm_config: VllmConfig) -> None:
+        """Remove what outlives a process and was to go with it: the engine of this configuration was killed.
+
+        Called by who killed it; none of its processes is left.
+        """
+        return
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Whether the connector survives the caches being freed and restored."""
         return True

@@ -83,6 +83,12 @@ class MultiConnector(MultiSchedulerHalf, MultiWorkerHalf, KVConnectorBase_V1, Su
         ]
 
     @classmethod
+    def remove_leftovers(cls, vllm_config: VllmConfig) -> None:
+        if vllm_config.kv_transfer_config is not None:
+            for child in child_transfer_configs(vllm_config.kv_transfer_config):
+                KVConnectorFactory.remove_leftovers(child_vllm_config(vllm_config, child))
+
+    @classmethod
     def all_children_support_hma(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Whether every child handles several KV cache groups."""
         return all(

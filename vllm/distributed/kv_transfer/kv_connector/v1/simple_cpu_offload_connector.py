@@ -40,9 +40,10 @@ from vllm.v1.simple_kv_offload.copy_backends.shared_host import (
     bytes_there,
     check_shareable,
     join_shared_pool,
+    remove_unused_segments,
 )
 from vllm.v1.simple_kv_offload.copy_backends.shared_segment import SharedSegment
-from vllm.v1.simple_kv_offload.disk_backend import check_disk_path
+from vllm.v1.simple_kv_offload.disk_backend import check_disk_path, remove_own_files
 from vllm.v1.simple_kv_offload.host_buffer import check_reservable
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import KeptInventory, KeptOrder, SimpleCPUOffloadMetadata
@@ -157,6 +158,18 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         name = options.shared_pool
         there = 0 if name is None else bytes_there(name)
         return [HostPool("cpu_bytes_to_use", options.cpu_bytes_server_wide, name, there)]
+
+    @classmethod
+    def remove_leftovers(cls, vllm_config: VllmConfig) -> None:
+        transfer_config = vllm_config.kv_transfer_config
+        if transfer_config is None or not vllm_config.cache_config.enable_prefix_caching:
+            return
+        extra = transfer_config.kv_connector_extra_config
+        options = cls._read_options(extra, vllm_config.parallel_config.world_size, None)
+        if options.shared_pool is not None:
+            remove_unused_segments(options.shared_pool)
+        if options.disk_path is not None:
+            remove_own_files(options.disk_path, vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
