@@ -231,7 +231,7 @@ def _chunks(address: int, num_rows: int, row_bytes: int, chunk_bytes: int) -> li
 def pin_tensor(tensor: torch.Tensor) -> bool:
     """Register a contiguous host tensor ``[blocks, bytes]`` with the device; False if it stays unpinned."""
     num_rows, row_bytes = _shape(tensor)
-    return register_in_chunks(tensor.data_ptr(), num_rows, row_bytes, _register, _unregister)
+    return register_in_chunks(tensor.data_ptr(), num_rows, row_bytes, _register, _unregister, PIN_CHUNK_BYTES)
 
 
 def unpin_tensor(tensor: torch.Tensor) -> None:
