@@ -101,6 +101,21 @@ def test_gemma_3_gives_the_logits_of_the_oracle(variant: str, tmp_path: Path) ->
     assert harness.null_is_clean()
 
 
+@pytest.mark.parametrize("first", ["auto", "dummy"])
+def test_gemma_3_goes_by_the_weights_that_were_loaded_last(first: str, tmp_path: Path) -> None:
+    oracle, other = make_oracle("gemma3_text"), make_oracle("gemma3_text", seed=5)
+    model = load(tmp_path / "a", oracle, load_format=first)
+    tokens = random_tokens(random.Random(1), 20)
+    harness = PagedHarness(model)
+    harness.step([(harness.start(tokens), 20)])
+    weights = load_file(save_oracle(other, tmp_path / "b") / "model.safetensors")
+    with torch.inference_mode():
+        model.load_weights(weights.items())
+    harness = PagedHarness(model)
+    (logits,) = harness.step([(harness.start(tokens), 20)])
+    torch.testing.assert_close(logits, oracle_logits(other, tokens), atol=TOLERANCE, rtol=0)
+
+
 def test_gemma_3_reads_the_old_names_of_its_rotary_settings() -> None:
     oracle = make_oracle("gemma3_text", **THIRD["stretched"]).config.to_dict()
     new = GemmaParams.from_config(oracle)

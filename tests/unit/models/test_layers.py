@@ -14,7 +14,7 @@ from vllm.model_executor.layers.activation import by_rows, get_gated_activation
 from vllm.model_executor.layers.conv1d_state import conv_sequence, conv_step
 from vllm.model_executor.layers.delta_rule import DeltaInputs, chunk_delta_rule, delta_rule, l2_normalise
 from vllm.model_executor.layers.fused_moe import MoeShape, SharedExpertMoE, route_sigmoid_bias
-from vllm.model_executor.layers.layernorm import GatedRMSNorm, LayerNorm, RMSNorm
+from vllm.model_executor.layers.layernorm import GatedRMSNorm, LayerNorm, OffsetRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import StackedLinear
 from vllm.model_executor.layers.mhc import HyperConnection, MhcShape
 from vllm.model_executor.model_loader.dummy import fill_random
@@ -168,6 +168,24 @@ def test_norms() -> None:
     layer.bias.data.uniform_()
     expected = torch.nn.functional.layer_norm(x, (8,), layer.weight, layer.bias, 1e-6)
     torch.testing.assert_close(layer.forward(x), expected)
+
+
+def test_an_offset_norm_makes_its_scale_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit as if it were made anew each time."""
+    used: list[torch.Tensor] = []
+    monkeypatch.setattr(ops, "rms_norm", lambda x, w, eps: used.append(w) or ops.rms_norm_ref(x, w, eps))
+    x = torch.randn(3, 8).to(torch.bfloat16)
+    norm = OffsetRMSNorm(8, 1e-5, torch.bfloat16)
+    norm.weight.data.uniform_(-0.01, 0.01)
+    for _ in range(2):
+        expected = ops.rms_norm_ref(x.float(), 1 + norm.weight, 1e-5).to(x.dtype)
+        assert torch.equal(norm.forward(x), expected)
+        assert torch.equal(norm.forward(x), expected)
+        norm.weight.data.uniform_(1, 2)
+        norm.note_weights()
+    first, second, third, _ = used
+    assert first is second
+    assert second is not third
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])

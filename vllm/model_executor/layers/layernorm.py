@@ -42,9 +42,17 @@ class OffsetRMSNorm(RMSNorm):
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__(size, eps, torch.float32)
+        self._scale: Tensor | None = None  # 1 + w; None before there are weights
+
+    def note_weights(self) -> None:
+        """The weights have been loaded, or have changed."""
+        self._scale = 1 + self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x.float(), 1 + self.weight, self.eps).to(x.dtype)
+        if self._scale is None:
+            self.note_weights()
+        assert self._scale is not None
+        return ops.rms_norm(x.float(), self._scale, self.eps).to(x.dtype)
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.forward(residual.add_(x))

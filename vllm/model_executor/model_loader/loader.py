@@ -48,6 +48,7 @@ def get_model(vllm_config: Any) -> NativeModel:
         load_format = vllm_config.load_config.load_format
         if load_format == "dummy":
             fill_random(model, vllm_config.model_config.seed or 0, model.slots())
+            model.note_weights()
         else:
             _load(model, _weights(vllm_config, load_format), vllm_config.model_config.model)
         if has_native_ops():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.model_executor.layers.layernorm import OffsetRMSNorm
 from vllm.model_executor.layers.sharding import Slot, Weight, WeightSlot
 from vllm.transformers_utils.config_defaults import with_defaults
 from vllm.v1.attention.backend import CacheLayer, StepMeta
@@ -164,7 +165,14 @@ class NativeModel(nn.Module, ABC):
                 )
             slot.tensor.copy_(tensor)
             loaded.add(slot_name)
+        self.note_weights()
         return loaded
+
+    def note_weights(self) -> None:
+        """Weights have been filled in: layers that keep something made of theirs make it again."""
+        for module in self.modules():
+            if isinstance(module, OffsetRMSNorm):
+                module.note_weights()
 
     def missing_weights(self, loaded: set[str]) -> list[str]:
         """Slot names that no checkpoint tensor filled, sorted."""
