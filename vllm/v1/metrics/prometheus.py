@@ -225,6 +225,7 @@ class PrometheusMetrics:
         return one_two_five_buckets(self._longest) if buckets is None else list(buckets)
 
     def _make_rejections(self, model_name: str) -> dict[str, Any]:
+        """Without an engine: the limits are those of all together, and who is refused has been given to none."""
         metric = Counter(
             PREFIX + "admission_rejections",
             "Requests refused because too much waited.",
