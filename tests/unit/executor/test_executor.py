@@ -82,6 +82,19 @@ def test_wrong_types_and_names_are_refused() -> None:
         Executor.get_class(config)
 
 
+@pytest.mark.parametrize(
+    ("told", "blocks"),
+    [([5], 5), ([5, 4], 4), ([None, None], None), ([5, None], "some"), ([None, 5], "some")],
+)
+def test_all_ranks_must_say_how_many_host_blocks_they_have(executor, monkeypatch, told, blocks) -> None:
+    monkeypatch.setattr(executor, "collective_rpc", lambda *_: told)
+    if blocks == "some":
+        with pytest.raises(RuntimeError, match="only some workers report a number of host blocks"):
+            executor.get_simple_cpu_offload_num_blocks()
+        return
+    assert executor.get_simple_cpu_offload_num_blocks() == blocks
+
+
 def test_start_up_goes_through_the_worker(executor) -> None:
     worker = worker_of(executor)
     assert worker.calls == ["init_device", "load_model"]

@@ -154,6 +154,33 @@ def test_a_job_in_the_middle_of_a_write_stays_open(clock: ManualClock) -> None:
     lane.shutdown()
 
 
+def test_a_job_that_hangs_on_behind_the_write_it_was_found_in_fails_when_that_is_over(
+    clock: ManualClock,
+) -> None:
+    writing, go, hangs = threading.Event(), threading.Event(), threading.Event()
+
+    def write_and_hang(copy: CopyJob) -> None:
+        with copy.result.guard:
+            writing.set()
+            go.wait(10.0)
+        hangs.wait(10.0)
+
+    lane = CopyLane("test-lane", write_and_hang, clock, deadline_s=1.0)
+    stuck = job(1)
+    lane.submit(stuck)
+    assert writing.wait(5.0)
+    clock.now += 2.0
+    lane.check_health()
+    assert not stuck.result.query()
+    go.set()
+    deadline = time.monotonic() + 5.0
+    while not stuck.result.query() and time.monotonic() < deadline:
+        lane.check_health()
+    assert "hung in a write" in str(stuck.result.error)
+    hangs.set()
+    lane.shutdown()
+
+
 def test_shutdown_fails_what_is_open(lane: CopyLane, work: Work) -> None:
     running, queued = job(1), job(2)
     lane.submit(running)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 from vllm.v1.simple_kv_offload import sizing
-from vllm.v1.simple_kv_offload.copy_backends.base import CopyError, CopyResult
+from vllm.v1.simple_kv_offload.copy_backends.base import CopyError, CopyJob, CopyResult
 from vllm.v1.simple_kv_offload.copy_backends.threaded import ThreadedCopyBackend
 from vllm.v1.simple_kv_offload.metadata import (
     SimpleCPUOffloadMetadata,
@@ -338,3 +341,51 @@ def test_a_mover_that_died_while_idle_is_replaced_before_it_gets_anything() -> N
         assert lane.restarts == 1
     finally:
         worker.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_drain_ends_although_a_movers_thread_has_died_with_a_job() -> None:
+    worker = make_worker()
+    backend = worker._backend
+    assert isinstance(backend, ThreadedCopyBackend)
+    worker.bind_connector_metadata(
+        SimpleCPUOffloadMetadata(store_event=0, store_gpu_blocks=[1], store_cpu_blocks=[1])
+    )
+    lane = backend._lanes[True]
+    assert lane._thread is not None
+    dead = lane._thread
+    dead._work = die
+    worker.wait_for_save()
+    assert dead.join(5.0)
+    draining = threading.Thread(target=worker.drain, daemon=True)
+    draining.start()
+    draining.join(10.0)
+    assert not draining.is_alive()
+    report = worker.build_connector_worker_meta()
+    assert report is not None
+    assert report.failed_store_events == {0: 1}
+    worker.shutdown()
+
+
+def die(job: CopyJob) -> None:
+    sys.exit()  # a thread ends without a word
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_shared_pool_is_left_with_its_place_taken_while_a_copy_may_write(is_over: bool) -> None:
+    worker, mover = faked()
+    closed: list[bool] = []
+    segment = SimpleNamespace(close=lambda *, busy: closed.append(busy))
+    parts = SimpleNamespace(to_store=lambda sources, targets, *_: (sources, targets))
+    worker._shared = SimpleNamespace(segment=segment, parts=parts)  # type: ignore[assignment]
+    worker.bind_connector_metadata(
+        SimpleCPUOffloadMetadata(store_event=0, store_gpu_blocks=[1], store_cpu_blocks=[1])
+    )
+    worker.wait_for_save()
+    result = CopyResult()
+    mover.lists[0].append((0, result))
+    if is_over:
+        result.resolve()
+    worker.shutdown()
+    worker.shutdown()
+    assert closed == [not is_over]
