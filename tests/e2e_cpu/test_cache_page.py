@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.offload_roundtrip import block_size, full_blocks_below_last, random_prompt
-from examples.serving import Server
+from examples.serving import Server, serve
 from tests.e2e_cpu.conftest import EventedServer
 from tests.helpers.browser import Browser, find_browser
 
@@ -216,3 +219,71 @@ def test_the_page_draws_itself_in_light_and_dark(server: Server, browser: Browse
         assert pictures[theme].startswith(b"\x89PNG")
         assert len(pictures[theme]) > 20_000
     assert pictures["light"] != pictures["dark"]
+
+
+def test_the_page_goes_on_asking_while_it_is_open(server: Server, browser: Browser) -> None:
+    points = [
+        browser.dom(f"{server.url}/cache?interval=200", budget_ms=budget).html for budget in (500, 4000)
+    ]
+    lines = [re.findall(r'<path class="line" d="M([^"]+)"', html) for html in points]
+    short, long = (max(line.count("L") + 1 for line in of_tiers) for of_tiers in lines)
+    assert long > short, (short, long)
+
+
+@pytest.fixture(scope="module")
+def chain_server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A host pool smaller than the prompts with a disk below it, and beside them a connector that counts no copies."""
+    folder = tmp_path_factory.mktemp("tiers")
+    chain = {
+        "num_cpu_blocks": 33,
+        "disk_tier": True,
+        "disk_path": str(folder / "kv"),
+        "decline_slow_tier": "off",
+    }
+    children = [
+        {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": chain},
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        },
+    ]
+    config = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    config["kv_connector_extra_config"] = {
+        "connectors": [child | {"kv_role": "kv_both"} for child in children]
+    }
+    flags = ["--kv-transfer-config", json.dumps(config), "--dtype", "float32", "--max-model-len", "512"]
+    with serve(tiny_llama, *flags, "--num-gpu-blocks-override", "36") as server:
+        yield server
+
+
+def test_the_page_draws_a_disk_behind_the_host_pool_that_it_belongs_to(
+    chain_server: Server, browser: Browser
+) -> None:
+    prompts = [random_prompt(10 * block_size(chain_server) + 5, seed=seed) for seed in range(8)]
+    for prompt in prompts:
+        chain_server.complete(prompt, 2)
+        chain_server.wait_for_stores()
+    found = ask(chain_server, token_ids=prompts[0])["cached_tokens_by_source"]
+    assert found["disk"] > 0, found
+    assert details(chain_server, prompts[0])["cached_tokens_by_source"] == found
+    quiet(chain_server)
+    told = stats(chain_server)
+    moved = {(t["tier"], t["direction"]): t["blocks_done"] for t in told["transfers"]}
+    assert moved["disk", "store"] > 0
+    assert moved["disk", "load"] > 0
+    dom = browser.dom(f"{chain_server.url}/cache")
+    assert dom.fields("route") == {
+        "host store": "device → host",
+        "host load": "host → device",
+        "disk store": "host → disk",
+        "disk load": "disk → host",
+    }
+    flows = dom.fields("flow")
+    assert set(flows) == {
+        f"{outer} {arrow} {inner}"
+        for outer, inner in (("device", "host"), ("host", "disk"), ("device", "external_unspecified"))
+        for arrow in "→←"
+    }
+    assert flows["host → disk"].endswith("B/s")
+    # What the other connector copies is not known: no figure is shown for it.
+    assert flows["device ← external_unspecified"] == "← –"
