@@ -79,7 +79,6 @@ class ZmqEventPublisher(EventPublisher):
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._codec = EventCodec()
         self._next_seq = 0
-        self._first_seq_sent: int | None = None
         # Each count is written by one side only, so that none gets lost: the first by the core, the others by the thread.
         self._num_refused = 0
         self._num_sent = self._num_failed = self._num_replays = 0

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from tests.helpers.engine_configs import engine_args, engine_config, offload_set
 from tests.helpers.faulty_executors import DEADLY, POISON, SLOW_STORE_S
 from tests.helpers.scripted_offload import new_script, scripted
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import core_proc
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import SyncMPClient
-from vllm.v1.engine.core_io import Arrival
+from vllm.v1.engine.core_io import Arrival, CoreAddresses
 from vllm.v1.engine.core_main import CoreStart
 from vllm.v1.engine.core_proc import LATE_ENDS_TICK_S, EngineCoreProc
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -243,6 +246,36 @@ def test_an_abort_never_ends_a_later_request_of_the_same_id() -> None:
             for outputs in (core.core.step_fn()[0] or {}).values():
                 tokens += [token for output in outputs.outputs for token in output.new_token_ids]
         assert len(tokens) == 3
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_workers_that_die_before_a_client_is_heard_end_the_core(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an idle one, which no step would tell of it."""
+
+    def make(
+        vllm_config: Any, executor_class: Any, log_stats: bool, failed: Any, progress: Any
+    ) -> EngineCore:
+        if early:
+            failed()
+        return EngineCore(vllm_config, executor_class, log_stats, failed, progress)
+
+    arrivals: queue.Queue[Arrival] = queue.Queue()
+    sockets = SimpleNamespace(arrivals=arrivals, wake=lambda: None, close=lambda: None)
+    monkeypatch.setattr(core_proc, "EngineCore", make)
+    monkeypatch.setattr(core_proc, "CoreSockets", lambda *_: sockets)
+    config = engine_config()
+    core = EngineCoreProc(config, Executor.get_class(config), False, 0, lambda _: None)
+    try:
+        if not early:
+            core._executor_failed()
+        core.connect(CoreAddresses([""], [""]))
+        assert arrivals.qsize() == 1
+        with pytest.raises(EngineDeadError, match="workers cannot go on"):
+            core.run()
     finally:
         core.close()
 

@@ -61,9 +61,10 @@ class EngineCoreProc:
     ) -> None:
         self.engine_index = engine_index
         self.shutdown_state = EngineShutdownState.RUNNING
-        self.core = EngineCore(vllm_config, executor_class, log_stats, self._executor_failed, progress)
+        # First: workers may die, and another thread tell so, before there is anything else.
         self._sockets: CoreSockets | None = None
         self._executor_dead = False
+        self.core = EngineCore(vllm_config, executor_class, log_stats, self._executor_failed, progress)
         self._encoder = MsgpackEncoder()
         self._request_decoder = MsgpackDecoder(EngineCoreRequest)
         self._decoder = MsgpackDecoder()
@@ -80,6 +81,8 @@ class EngineCoreProc:
         ready = msgspec.msgpack.encode(ready_response(self.core, self.engine_index))
         self._sockets = CoreSockets(addresses, identity, ready, self._note_abort)
         self.core.scheduler.wake_for_events(self._sockets.wake)
+        if self._executor_dead:  # while nobody could hear of it
+            self._executor_failed()
 
     def _note_abort(self, frames: Sequence[Frame]) -> None:
         self.core.aborts_queue.put(self._abort_decoder.decode(frames))

@@ -17,8 +17,6 @@ from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, KVCacheTensor, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-ALIGNMENT = 64
-
 
 @dataclass
 class _Allocation:
