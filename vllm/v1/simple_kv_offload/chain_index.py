@@ -6,11 +6,15 @@ requests or copies. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm.v1.core.block_hash import BlockHash, BlockHashWithGroupId, make_block_hash_with_group_id
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_block import KVCacheBlock
+from vllm.v1.simple_kv_offload.tier import Tier
+
+Found = tuple[tuple[Sequence[KVCacheBlock], ...], int]
+Find = Callable[[Sequence[BlockHash], int], Found]
 
 
 class ChainIndex(BlockPool):
@@ -48,3 +52,14 @@ class ChainIndex(BlockPool):
             for run, block in zip(runs, found, strict=True):
                 run.append(block)
         return runs
+
+
+def chain_finder(host: Tier, disk: Tier) -> Find:
+    """The search for the longest prefix over both tiers, by the kinds' own rules."""
+    coordinator = host.make_coordinator(ChainIndex(host.pool, disk.pool))
+
+    def find(block_hashes: Sequence[BlockHash], max_tokens: int) -> Found:
+        blocks, num_tokens, _ = coordinator.find_longest_cache_hit(list(block_hashes), max_tokens)
+        return tuple(blocks), num_tokens
+
+    return find

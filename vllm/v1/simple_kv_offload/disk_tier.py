@@ -7,7 +7,7 @@ stores, or how bytes move. Layer L4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -18,7 +18,7 @@ from vllm.v1.core.block_lease import Lease
 from vllm.v1.core.block_ops import make_key_set
 from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.simple_kv_offload.chain_index import ChainIndex
+from vllm.v1.simple_kv_offload.chain_index import Find
 from vllm.v1.simple_kv_offload.metadata import DiskOrder
 from vllm.v1.simple_kv_offload.records import DiskCounts, Ledger
 from vllm.v1.simple_kv_offload.selection import Selection
@@ -39,9 +39,6 @@ FAILED_WRITES_MAX = 3
 DEPTH_MAX = 512
 """Slots of the host's order of eviction that are looked at in a step."""
 WRITES_PER_STEP = 64
-
-Found = tuple[tuple[Sequence[KVCacheBlock], ...], int]
-Find = Callable[[Sequence[BlockHash], int], Found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +181,8 @@ class DiskChain:
         self._find_endangered = bind_find_endangered(self._stores)
         self._arriving: dict[int, tuple[Transfer, KVCacheBlock]] = {}
         self._waits: dict[str, _Wait] = {}
+        # Slots named as bad by a move up of which other ranks have not told the end.
+        self._unreadable: set[int] = set()
         self._failed_writes = 0
         # Per move: blocks with a copy that were as near to their eviction as those that it takes down.
         self._older: dict[int, list[tuple[KVCacheBlock, BlockHashWithGroupId]]] = {}
@@ -202,10 +201,15 @@ class DiskChain:
         """
         wait = self._waits.get(request_id)
         if wait is None:
-            wait = self._start(request_id, hashes, max_tokens)
-            return wait is not None
+            is_waiting = self._start(request_id, hashes, max_tokens, self.clock.monotonic()) is not None
+            self.counts.waits += is_waiting
+            return is_waiting
         if wait.arrived:
-            return False
+            if all(transfer.state is not TransferState.FAILED for transfer in wait.transfers):
+                return False
+            # What was bad is forgotten by now: the rest can be read.
+            self.forget_request(request_id)
+            return self._start(request_id, hashes, max_tokens, wait.since) is not None
         if self.clock.monotonic() - wait.since < self._settings.wait_s:
             return True
         self.counts.timeouts += 1
@@ -236,7 +240,9 @@ class DiskChain:
         self.promised(request_id)
         self._waits.pop(request_id, None)
 
-    def _start(self, request_id: str, hashes: Sequence[BlockHash], max_tokens: int) -> _Wait | None:
+    def _start(
+        self, request_id: str, hashes: Sequence[BlockHash], max_tokens: int, since: float
+    ) -> _Wait | None:
         affordable = self._affordable(hashes, max_tokens)
         if affordable is None:
             return None
@@ -246,7 +252,7 @@ class DiskChain:
         if self._speed.declines_hit(request_id, CacheHitSource.DISK, len(missing), gained):
             return None
         below = {block.block_id for group in found for block in group if block.pool is self.disk.pool}
-        arriving = [self._arriving[block_id] for block_id in sorted(below & self._arriving.keys())]
+        arriving = [self._arriving[slot] for slot in sorted(below & self._arriving.keys())]
         owner = f"promotion for {request_id}"
         present = [
             block for group in found for block in group if not block.is_null and block.pool is self.host.pool
@@ -260,8 +266,7 @@ class DiskChain:
             transfer = self._plan_up(missing, owner)
             leases.append(Lease(self.host.pool, transfer.tier_blocks, owner))
             transfers.append(transfer)
-        wait = _Wait(self.clock.monotonic(), leases, transfers, len(missing), max_tokens - host_tokens)
-        self.counts.waits += 1
+        wait = _Wait(since, leases, transfers, len(missing), max_tokens - host_tokens)
         self._waits[request_id] = wait
         return wait
 
@@ -427,20 +432,29 @@ class DiskChain:
             self.host.pool.free_blocks_to_front(order)
 
     def report_up(self, counts: Mapping[int, int], *, ok: bool) -> None:
-        """Ranks reported moves from the disk. What could not be read is forgotten at once."""
-        for transfer, all_ok in self.up.report(counts, ok=ok):
-            for source in transfer.device_blocks:
-                # After a reset of the host tier another move may bring up the same.
-                if self._arriving.get(source.block_id, (None,))[0] is transfer:
-                    del self._arriving[source.block_id]
-            if not all_ok:
-                self.counts.failed_reads += 1
-                self.disk.evict(block.block_id for block in transfer.device_blocks)
+        """Ranks reported moves from the disk. What could not be read is forgotten at once.
+
+        Where the bad slots were named, only those: who waits for the others has them read again.
+        """
+        for event, count in sorted(counts.items()):
+            moved = [block.block_id for t in self.up.table.transfers_of(event) for block in t.device_blocks]
+            is_named = not self._unreadable.isdisjoint(moved)
+            for transfer, all_ok in self.up.report({event: count}, ok=ok):
+                self._unreadable.difference_update(moved)
+                for source in transfer.device_blocks:
+                    # After a reset of the host tier another move may bring up the same.
+                    if self._arriving.get(source.block_id, (None,))[0] is transfer:
+                        del self._arriving[source.block_id]
+                if not all_ok:
+                    self.counts.failed_reads += 1
+                    if not is_named:
+                        self.disk.evict(block.block_id for block in transfer.device_blocks)
 
     def report_bad(self, slots: Iterable[int]) -> None:
-        """Slots of the disk whose bytes are not what was written."""
+        """Slots of the disk whose bytes are not what was written; told before the moves that failed for them."""
         bad = set(slots)
         self.counts.bad_blocks += len(bad)
+        self._unreadable |= bad & self._arriving.keys()
         self.disk.evict(bad)
 
     def reset(self) -> bool:
@@ -464,6 +478,7 @@ class DiskChain:
             self.forget_request(request_id)
         self._leaving.clear()
         self._arriving.clear()
+        self._unreadable.clear()
         self._older.clear()
         self._fresh.clear()
         down_done = self.down.reset()
@@ -483,14 +498,3 @@ class DiskChain:
     def waiting(self) -> Mapping[str, object]:
         """Requests for which blocks came up and that have neither been admitted nor ended."""
         return self._waits
-
-
-def chain_finder(host: Tier, disk: Tier) -> Find:
-    """The search for the longest prefix over both tiers, by the kinds' own rules."""
-    coordinator = host.make_coordinator(ChainIndex(host.pool, disk.pool))
-
-    def find(block_hashes: Sequence[BlockHash], max_tokens: int) -> Found:
-        blocks, num_tokens, _ = coordinator.find_longest_cache_hit(list(block_hashes), max_tokens)
-        return tuple(blocks), num_tokens
-
-    return find

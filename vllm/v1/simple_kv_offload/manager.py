@@ -26,8 +26,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.simple_kv_offload.capacity import choose_num_blocks
+from vllm.v1.simple_kv_offload.chain_index import chain_finder
 from vllm.v1.simple_kv_offload.disk_kept import KeptIndex
-from vllm.v1.simple_kv_offload.disk_tier import DiskChain, DiskSettings, chain_finder
+from vllm.v1.simple_kv_offload.disk_tier import DiskChain, DiskSettings
 from vllm.v1.simple_kv_offload.load_side import LoadSide
 from vllm.v1.simple_kv_offload.lookup import Promises
 from vllm.v1.simple_kv_offload.metadata import (
