@@ -3,7 +3,9 @@
 The server is the hybrid with a scratch group in pools too small for the load, so that preemption, eviction, hits on every
 tier and resets happen all the time. Lives of the server follow each other with random knobs (pools, steps, eager or lazy,
 tier); a life with a kept disk is ended, mostly with `kill -9`, and started again: it must find its blocks and answer as
-before. When it is idle nothing may be held. The first life is the longest and tells whether memory grows.
+before. In others two servers, or two replicas behind one, have a shared pool; of the two servers one is killed and started
+again while the other serves. When a server is idle nothing may be held, and no shared memory may be left. The long lives
+tell whether memory grows.
 
 `python benchmarks/soak.py --minutes 30` prints a verdict; exit status 0 when nothing was wrong.
 """
@@ -12,187 +14,54 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
-import json
+import os
 import random
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
-import psutil
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import RESULTS, machine, today
-from benchmarks.soak_cases import Answer, Case, answer_of, learn, make_cases
+from benchmarks.soak_cases import Case, learn, make_cases
+from benchmarks.soak_peer import Peer
 from benchmarks.soak_report import Life, Tally, finish
 from benchmarks.soak_server import (
     KEPT,
+    REPLICAS,
+    SHARED,
     TIERS,
     Knobs,
     Process,
-    check_metrics,
-    check_stats,
-    is_quiet,
+    Stream,
+    pool_name,
     read_metrics,
+    segments,
 )
-from examples.kv_events import CacheIndex, Subscriber, rebuild, replay
+from benchmarks.soak_traffic import KILLS, Traffic
 from scripts.demo_model import resolve_model
 
-Batches = list[tuple[int, list[Any]]]
-
-READY_TIMEOUT_S = 300.0
-REPLY_TIMEOUT_S = 120.0
-QUIET_TIMEOUT_S = 60.0
-LOG_WORDS = ("Traceback", "AssertionError", "leak")
-KILLS = ("kill server", "kill core")
+LATER_SHARE_MAX = 1 / 15
 ENDS = ("SIGTERM", "kill server", "SIGTERM under load", "kill core")
-RESET_FLAGS = ("reset_external", "reset_running_requests")
 # Slots that a kill may have left half written.
 TORN_SLOTS_MAX = 8
 
 
-class Soak:
+class Soak(Traffic):
     """The run: workers send cases, one task disturbs them, lives of the server follow each other."""
 
     def __init__(self, model: Path, args: argparse.Namespace, folder: Path) -> None:
         self.model, self.args, self.folder = model, args, folder
-        self.tally = Tally()
-        self.chance = random.Random(args.seed)
-        self.cases: list[Case] = []
+        super().__init__(random.Random(args.seed), Tally(), args.concurrency)
         self.kept: list[Case] = []  # what the last life sent to its kept disk before it ended
         self.started = time.monotonic()
-        self.block = 0
-        self.dying = False
-        self.end = 0.0  # of all traffic; known when the solo answers are
-
-    # --- one request --------------------------------------------------------------------------------------------
-
-    async def send(self, client: httpx.AsyncClient) -> None:
-        """One random case, whole or as a stream, perhaps left early; checks the answer."""
-        case = self.chance.choice(self.cases)
-        body = case.body | {"priority": self.chance.randrange(3)}
-        salted = self.chance.random() < 0.1
-        if salted:
-            body["cache_salt"] = f"salt-{self.chance.random()}"
-        how = self.chance.choices(["whole", "stream", "leave"], [4, 4, 2])[0]
-        if how != "whole" and "prompt_logprobs" in body:
-            how = "whole"
-        try:
-            got = await (self._whole(client, body) if how == "whole" else self._stream(client, body, how))
-        except httpx.TimeoutException:
-            self.tally.fault(f"no answer within {REPLY_TIMEOUT_S:.0f} s: {_short(body)}")
-            return
-        except (httpx.TransportError, ValueError) as error:
-            if not self.dying:
-                self.tally.fault(f"connection broke: {error!r}")
-            return
-        self.tally.counts["requests"] += 1
-        self.tally.counts["left early"] += how == "leave"
-        if not self.dying:
-            self._judge(case, got, salted, body)
-
-    def _judge(self, case: Case, got: Answer, salted: bool, body: dict[str, Any]) -> None:
-        if got.status != 200:
-            self.tally.fault(f"HTTP {got.status} {got.message} for {_short(body)}")
-            return
-        self.tally.counts["aborted"] += got.finish_reason == "abort"
-        self.tally.counts["cached tokens"] += got.cached_tokens
-        wrong = case.difference(got)
-        if wrong is not None:
-            self.tally.counts["wrong outputs"] += 1
-            self.tally.fault(f"wrong output, {got.cached_tokens} cached: {wrong}: {_short(body)}")
-        most = (len(body["prompt"]) - 1) // self.block * self.block
-        if salted:
-            most = 0
-        if got.prompt_tokens and not (0 <= got.cached_tokens <= most and got.cached_tokens % self.block == 0):
-            self.tally.fault(f"cached_tokens {got.cached_tokens}, at most {most} possible: {_short(body)}")
-
-    async def _whole(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-        reply = await client.post("/v1/completions", json=body)
-        if reply.status_code != 200:
-            return Answer(status=reply.status_code, message=reply.text[:200])
-        return answer_of(reply.json())
-
-    async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], how: str) -> Answer:
-        body = body | {"stream": True, "stream_options": {"include_usage": True}}
-        chunks_left = self.chance.randrange(1, 12) if how == "leave" else 1 << 30
-        answer = Answer()
-        async with client.stream("POST", "/v1/completions", json=body) as reply:
-            if reply.status_code != 200:
-                return Answer(status=reply.status_code, message=(await reply.aread()).decode()[:200])
-            async for line in reply.aiter_lines():
-                if line == "data: [DONE]":
-                    return answer
-                if line.startswith("data: "):
-                    self._take(answer, json.loads(line.removeprefix("data: ")))
-                    chunks_left -= 1
-                if chunks_left == 0:
-                    answer.finish_reason = "abort"
-                    return answer
-        if not self.dying:
-            self.tally.fault("a stream ended without [DONE]")
-        return answer
-
-    def _take(self, answer: Answer, chunk: dict[str, Any]) -> None:
-        if "error" in chunk:
-            answer.status, answer.message = 500, str(chunk["error"])
-            return
-        for choice in chunk["choices"]:
-            answer.token_ids = [*answer.token_ids, *(choice.get("token_ids") or [])]
-            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        usage = chunk.get("usage")
-        if usage:
-            answer.prompt_tokens = usage["prompt_tokens"]
-            answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-    # --- disturbance --------------------------------------------------------------------------------------------
-
-    async def disturb(self, client: httpx.AsyncClient) -> None:
-        """One reset, pause or abort that a server must take at any time."""
-        what = self.chance.choices(["reset", "pause", "abort unknown", "look"], [6, 2, 1, 2])[0]
-        if what == "reset":
-            await self._reset(client)
-        elif what == "pause":
-            await self._pause(client)
-        elif what == "abort unknown":
-            await client.post("/abort_requests", json={"request_ids": ["cmpl-nobody"]})
-        else:
-            for path in ("/metrics", "/server_info?config_format=json", "/v1/models"):
-                await client.get(path)
-
-    async def _reset(self, client: httpx.AsyncClient) -> None:
-        """Of the device, of all tiers or, in half of the cases, of some tiers alone."""
-        params: dict[str, Any] = {name: str(self.chance.random() < 0.5).lower() for name in RESET_FLAGS}
-        if self.chance.random() < 0.5:
-            told = (await client.get("/kv_cache/stats")).json()["tiers"]
-            names = [tier["tier"] for tier in told]
-            params["tiers"] = self.chance.sample(names, self.chance.randint(1, len(names)))
-        reply = await client.post("/reset_prefix_cache", params=params)
-        self.tally.counts["resets"] += 1
-        if reply.status_code != 200:
-            self.tally.fault(f"reset {params}: HTTP {reply.status_code} {reply.text[:200]}")
-            return
-        for tier in reply.json().get("tiers", ()):
-            if tier["asked"] and tier["blocks_cached"]:
-                self.tally.fault(f"reset {params}: findable still: {tier}")
-
-    async def _pause(self, client: httpx.AsyncClient) -> None:
-        mode = self.chance.choice(["keep", "wait", "abort"])
-        clear = str(self.chance.random() < 0.5).lower()
-        reply = await client.post("/pause", params={"mode": mode, "clear_cache": clear})
-        await asyncio.sleep(self.chance.random() * 0.5)
-        again = await client.post("/resume")
-        self.tally.counts["pauses"] += 1
-        if (reply.status_code, again.status_code) != (200, 200):
-            self.tally.fault(f"pause {mode}: HTTP {reply.status_code}, resume: HTTP {again.status_code}")
+        self.end_at = 0.0  # of all traffic; known when the solo answers are
 
     # --- one life -----------------------------------------------------------------------------------------------
 
@@ -205,44 +74,58 @@ class Soak:
         self.tally.lives.append(Life(str(knobs), end))
         flags = [*knobs.flags(disk), *self.args.server_flag]
         process = Process.start(self.model, flags, self.folder / f"life-{number}")
-        stream: Subscriber | None = None
+        self.is_shared = knobs.tier in (SHARED, REPLICAS)
+        peer: Peer | None = None
+        if knobs.tier == SHARED:
+            peer = Peer(self, self.model, flags, self.folder / f"life-{number}-peer")
+        streams: list[Stream] = []
         try:
-            async with self._client(process) as client:
-                await self._ready(process, client)
-                # The ring for replays is short: what it has now is everything so far, the rest comes live.
-                stream = Subscriber(process.events)
+            async with self.client(process) as client:
+                await self.ready(process, client)
+                streams = process.streams(knobs.engines)
                 await asyncio.sleep(0.5)  # a subscriber joins in the background
-                first = await asyncio.to_thread(replay, process.replay)
+                for stream in streams:
+                    await asyncio.to_thread(stream.begin)
                 if self.kept:
                     await self._find_again(client, knobs)
                 if not self.cases:
                     await self._learn(client)
+                if peer is not None:
+                    await peer.start()
                 now = time.monotonic()
-                self.end = self.end or now + self.args.minutes * 60
-                await self._traffic(process, client, min(self.end, now + share * self.args.minutes * 60))
-                await self._check_quiet(process, client, (first, stream))
+                self.end_at = self.end_at or now + self.args.minutes * 60
+                until = min(self.end_at, now + share * self.args.minutes * 60)
+                parts = [self._traffic(process, client, until)]
+                await asyncio.gather(*parts, *([] if peer is None else [peer.run(until)]))
+                await self.check_quiet(process, client, streams)
                 if fill:
                     await self._fill(client)
-                self.dying = end.startswith("kill")
-                await self._end(process, end)
-                if knobs.tier != KEPT and not end.startswith("kill"):
-                    for left in sorted(disk.parent.glob(f"{disk.name}*")):
-                        self.tally.fault(f"{end}: the file {left.name} stayed")
+                await self.end(process, end)
+            if peer is not None:
+                await peer.outlive()
+            self._check_left_over(knobs, end, disk)
         finally:
-            self.dying = False
-            if stream is not None:
+            for stream in streams:
                 stream.close()
-            for left_process in process.family():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    left_process.kill()
-            process.popen.wait()
+            process.kill()
+            if peer is not None:
+                peer.close()
+
+    def _check_left_over(self, knobs: Knobs, end: str, disk: Path) -> None:
+        """Files of a disk that nobody keeps, and shared memory that nobody uses."""
+        if knobs.tier != KEPT and not end.startswith("kill"):
+            for left in sorted(disk.parent.glob(f"{disk.name}*")):
+                self.tally.fault(f"{end}: the file {left.name} stayed")
+        for segment in segments(pool_name(disk)):
+            self.tally.fault(f"{end}: the shared pool {segment.name} stayed")
+            segment.unlink()
 
     async def _fill(self, client: httpx.AsyncClient) -> None:
         """Leaves answers of known cases on the kept disk."""
         self.kept = self.chance.sample(self.cases, min(12, len(self.cases)))
         for case in self.kept:
-            self._judge(case, await self._whole(client, case.body), False, case.body)
-        await self._quiet_stats(client)
+            self.judge(case, await self.whole(client, case.body), False, case.body)
+        await self.quiet_stats(client)
 
     async def _find_again(self, client: httpx.AsyncClient, knobs: Knobs) -> None:
         """After a restart: the answers are the same, and in eager mode the blocks of the life before are found.
@@ -256,9 +139,9 @@ class Soak:
             self.tally.fault("a restart found nothing on its kept disk")
         hits = 0
         for case in kept:
-            got = await self._whole(client, case.body)
+            got = await self.whole(client, case.body)
             hits += got.cached_tokens
-            self._judge(case, got, False, case.body)
+            self.judge(case, got, False, case.body)
         metrics = read_metrics((await client.get("/metrics")).text)
         torn = metrics.get("vllm:simple_kv_offload_disk_faults_total", 0.0)
         if not (hits or knobs.lazy):
@@ -267,23 +150,6 @@ class Soak:
             self.tally.fault(f"{torn:.0f} bad slots on the kept disk after a restart")
         self.tally.counts["restarts with a kept disk"] += 1
         self.tally.counts["tokens found after a restart"] += hits
-
-    @contextlib.asynccontextmanager
-    async def _client(self, process: Process) -> AsyncIterator[httpx.AsyncClient]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=process.url, timeout=REPLY_TIMEOUT_S, limits=limits, trust_env=False
-        ) as made:
-            yield made
-
-    async def _ready(self, process: Process, client: httpx.AsyncClient) -> None:
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while time.monotonic() < deadline and process.popen.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if (await client.get("/health", timeout=2.0)).status_code == 200:
-                    return
-            await asyncio.sleep(0.2)
-        raise RuntimeError("the server did not start:\n" + process.log.read_text(errors="replace")[-600:])
 
     async def _learn(self, client: httpx.AsyncClient) -> None:
         info = (await client.get("/server_info", params={"config_format": "json"})).json()
@@ -322,97 +188,53 @@ class Soak:
 
     # --- checks -------------------------------------------------------------------------------------------------
 
-    async def _quiet_stats(self, client: httpx.AsyncClient) -> dict[str, Any]:
-        """`/kv_cache/stats` when nothing runs any more, or after a while what still does."""
-        deadline = time.monotonic() + QUIET_TIMEOUT_S
-        while True:
-            stats: dict[str, Any] = (await client.get("/kv_cache/stats")).json()
-            if is_quiet(stats) or time.monotonic() > deadline:
-                return stats
-            await asyncio.sleep(0.2)
-
-    async def _check_quiet(
-        self, process: Process, client: httpx.AsyncClient, events: tuple[Batches, Subscriber]
-    ) -> None:
-        """With no request left: figures add up, no block is held, events and caches say the same."""
-        stats = await self._quiet_stats(client)
-        metrics = read_metrics((await client.get("/metrics")).text)
-        for fault in check_stats(stats) + check_metrics(metrics, stats["tiers"]):
-            self.tally.fault(fault)
-        self.tally.counts["quiet checks"] += 1
-        reply = await client.post("/reset_prefix_cache", params={"reset_external": "true"})
-        if not reply.json()["success"]:
-            self.tally.fault(f"blocks are held though nothing runs: {reply.text}")
-        await asyncio.sleep(0.5)
-        first, stream = events
-        last = first[-1][0] if first else -1
-        index: CacheIndex = rebuild([*first, *(batch for batch in list(stream.batches) if batch[0] > last)])
-        for error in index.errors[:5]:
-            self.tally.fault(f"events: {error}")
-        if index.resident:
-            self.tally.fault(f"events: {len(index.resident)} blocks resident after a full reset")
-        log = process.log.read_text(errors="replace")
-        for line in [line for line in log.splitlines() if any(word in line for word in LOG_WORDS)][:3]:
-            self.tally.fault(f"server log: {line[:200]}")
-
-    async def _end(self, process: Process, end: str) -> None:
-        """SIGTERM, or SIGKILL of the front end or the core, alone or under load; nothing may stay behind.
-
-        After a SIGTERM every request still gets a whole reply.
-        """
-        family = process.family()
-        async with self._client(process) as client:
-            count = 0 if end == "SIGTERM" else self.args.concurrency
-            under_load = [asyncio.create_task(self.send(client)) for _ in range(count)]
-            await asyncio.sleep(1.0 if under_load else 0.0)
-            target = family[-1] if end == "kill core" and len(family) > 1 else family[0]
-            target.send_signal(signal.SIGKILL if end.startswith("kill") else signal.SIGTERM)
-            self.tally.counts[f"ends: {end}"] += 1
-            await asyncio.gather(*under_load)
-        _, alive = await asyncio.to_thread(psutil.wait_procs, family, 30)
-        for left in alive:
-            self.tally.fault(f"{end}: process {left.pid} did not end: {left.cmdline()[:4]}")
-        if target is family[0] and not end.startswith("kill") and process.popen.wait() != 0:
-            self.tally.fault(f"{end}: exit status {process.popen.returncode}")
-        if left_over := process.left_over():
-            self.tally.fault(f"{end}: left-over files {left_over[:5]}")
-
     async def run(self) -> None:
         """Lives until the time is over, with every tier in turn; a kept disk is killed and started again with the same."""
         number = 0
         for turn in itertools.count():
-            knobs = self._knobs(turn)
+            knobs = self.knobs(turn)
             disk = self.folder / f"kv-{turn}"
             for fill in (True, False) if knobs.tier == KEPT else (False,):
                 end = KILLS[turn % len(KILLS)] if fill else ENDS[number % len(ENDS)]
-                share = self.args.first_share if number == 0 else self.args.life_minutes / self.args.minutes
+                share = self.share(number, knobs)
                 await self.life(number, knobs, end, share, disk, fill)
                 number += 1
-            if time.monotonic() >= self.end:
+            if time.monotonic() >= self.end_at:
                 break
         self.tally.counts["lives"] = number
+        for segment in segments(f"soak-{os.getpid()}-"):
+            self.tally.fault(f"{segment.name} is left at the end")
 
-    def _knobs(self, turn: int) -> Knobs:
+    def share(self, number: int, knobs: Knobs) -> float:
+        """Part of all the minutes for one life, so that each form has one."""
+        if number == 0:
+            return float(self.args.first_share)
+        if knobs.tier == SHARED and not any(life.knobs.startswith(SHARED) for life in self.tally.lives):
+            return float(self.args.shared_share)
+        return min(self.args.life_minutes / self.args.minutes, LATER_SHARE_MAX)
+
+    def knobs(self, turn: int) -> Knobs:
+        """Of the lives of one turn: every tier has one in as many turns as there are."""
         args = self.args
         if turn == 0:
             return Knobs(args.tier or KEPT, args.lazy, args.gpu_blocks, args.cpu_blocks, args.batched_tokens)
         return Knobs.draw(self.chance, args.tier or TIERS[turn % len(TIERS)])
 
 
-def _short(body: dict[str, Any]) -> str:
-    shown = {key: value for key, value in body.items() if key not in ("prompt", "model", "return_token_ids")}
-    return f"{len(body['prompt'])} tokens, {shown}"
-
-
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="tiny:glm5_next", help="folder, GGUF file or tiny:NAME")
     parser.add_argument("--minutes", type=float, default=5.0, help="of traffic, over all lives")
-    parser.add_argument("--first-share", type=float, default=0.5, help="of the minutes, for the first life")
-    parser.add_argument("--life-minutes", type=float, default=2.0, help="of each later life")
+    parser.add_argument("--first-share", type=float, default=0.4, help="of the minutes, for the first life")
+    parser.add_argument(
+        "--shared-share", type=float, default=0.23, help="of the minutes, for the first life of two servers"
+    )
+    parser.add_argument(
+        "--life-minutes", type=float, default=2.0, help="of each later life, at most a fifteenth of all"
+    )
     parser.add_argument("--concurrency", type=int, default=10)
     parser.add_argument("--cases", type=int, default=66)
     parser.add_argument("--seed", type=int, default=0)
@@ -426,7 +248,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rss-limit", type=float, default=1.0, help="MiB per minute that memory may grow")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of soak.{json,png}")
     parser.add_argument("--server-flag", action="append", default=[], help="one more flag of vllm serve")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> int:

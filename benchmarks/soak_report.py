@@ -83,18 +83,23 @@ class Tally:
 
 
 def memory_verdict(tally: Tally, limit_mib_per_min: float) -> tuple[bool, str]:
-    """Whether memory is as it should be, and why."""
+    """Whether memory is as it should be in every life that was long enough, and why; the longest one is told in full."""
     life = tally.longest()
     slopes = life.slopes() if life is not None else None
-    if slopes is None:
+    if life is None or slopes is None:
         return True, f"memory: not judged, no life had {SLOPE_MIN_S:.0f} s after its warm-up"
-    minutes = (life.warm()[-1][0] - life.warm()[0][0]) / 60 if life is not None else 0.0
-    total = sum(slopes)
+    minutes = (life.warm()[-1][0] - life.warm()[0][0]) / 60
+    totals = [sum(slopes)]
     text = (
-        f"memory: {total:+.2f} MiB/min over {minutes:.1f} min after the warm-up of the longest life "
+        f"memory: {totals[0]:+.2f} MiB/min over {minutes:.1f} min after the warm-up of the longest life "
         f"(server {slopes[0]:+.2f}, engine {slopes[1]:+.2f}; limit {limit_mib_per_min:g})"
     )
-    return total <= limit_mib_per_min, text
+    for other in tally.lives:
+        slopes = other.slopes()
+        if other is not life and slopes is not None:
+            totals.append(sum(slopes))
+            text += f"; {totals[-1]:+.2f} in {other.knobs.split(',')[0]!r}"
+    return max(totals) <= limit_mib_per_min, text
 
 
 def spark(values: list[float], width: int = 60) -> str:

@@ -16,15 +16,24 @@ from typing import Any
 
 import psutil
 
+from examples.kv_events import Subscriber, replay
 from examples.serving import event_flags, free_port, offload_flags
 
-TIERS = ("host", "disk backend", "disk tier", "kept disk")
+Batches = list[tuple[int, list[Any]]]
+
 KEPT = "kept disk"
+SHARED = "shared pool"
+"""Two servers on one pool."""
+REPLICAS = "replicas"
+"""Two engines behind one server, on one pool."""
+TIERS = (KEPT, SHARED, REPLICAS, "disk backend", "host", "disk tier")
+SHARED_MEMORY = Path("/dev/shm")
 DISK_CAPACITY_BYTES = 64 << 20
 # The publisher's ring for replays is full soon, so that its growth is over before memory is judged.
 EVENT_BATCHES = 500
 FLAGS = ((), ("--no-async-scheduling",), ("--stream-interval", "3"), ("--long-prefill-token-threshold", "40"))
 POLICIES: tuple[dict[str, Any], ...] = ({}, {"eviction_policy": "arc"}, {"store_threshold": 2})
+ENGINES = {REPLICAS: 2}
 
 
 @dataclass(frozen=True)
@@ -51,15 +60,21 @@ class Knobs:
             chance.choice([33, 65, 128, 300]),
             chance.choice([2, 8, 16]),
             chance.choice(FLAGS),
-            # What was asked for once has to be on a kept disk.
-            "{}" if tier == KEPT else json.dumps(chance.choice(POLICIES)),
+            json.dumps(chance.choice([policy for policy in POLICIES if _goes_with(policy, tier)])),
         )
+
+    @property
+    def engines(self) -> int:
+        """Of one server."""
+        return ENGINES.get(self.tier, 1)
 
     def flags(self, disk: Path) -> list[str]:
         """Flags of `vllm serve`; files of the disk tiers start with `disk`."""
         extra: dict[str, Any] = {"num_cpu_blocks": self.cpu_blocks, "lazy_offload": self.lazy}
         extra |= json.loads(self.policy)
-        if self.tier != "host":
+        if self.tier in (SHARED, REPLICAS):
+            extra["shared_pool"] = pool_name(disk)
+        elif self.tier != "host":
             extra |= {
                 "disk_path": str(disk),
                 "disk_capacity_bytes": DISK_CAPACITY_BYTES,
@@ -67,6 +82,8 @@ class Knobs:
             }
         extra |= {
             "host": {},
+            SHARED: {},
+            REPLICAS: {},
             "disk backend": {"kv_offload_backend": "disk"},
             "disk tier": {"disk_tier": True},
             # Read however slow, or a restart could rightly find nothing.
@@ -75,6 +92,8 @@ class Knobs:
         flags = [*offload_flags(1 << 30, **extra), "--dtype", "float32", "--max-model-len", "1024"]
         flags += ["--num-gpu-blocks-override", str(self.gpu_blocks), "--max-num-seqs", str(self.max_seqs)]
         flags += ["--max-num-batched-tokens", str(self.batched_tokens), "--scheduling-policy", "priority"]
+        if self.engines > 1:
+            flags += ["--data-parallel-size", str(self.engines)]
         return [*flags, *self.more]
 
     def __str__(self) -> str:
@@ -82,6 +101,43 @@ class Knobs:
         pools = f"{self.gpu_blocks} device and {self.cpu_blocks} host blocks"
         steps = f"steps of {self.batched_tokens} tokens, {self.max_seqs} requests"
         return " ".join([f"{self.tier}, {mode}, {pools}, {steps}", *self.more, self.policy])
+
+
+def _goes_with(policy: dict[str, Any], tier: str) -> bool:
+    """What was asked for once has to be on a kept disk, and a shared pool has one order of eviction for all."""
+    return not policy or (tier != KEPT and not (tier in (SHARED, REPLICAS) and "eviction_policy" in policy))
+
+
+def pool_name(disk: Path) -> str:
+    """The shared pool of the servers that would have their files there: no other run has it."""
+    return f"soak-{os.getpid()}-{disk.name}"
+
+
+def segments(pool: str) -> list[Path]:
+    """The shared memory of pools whose names begin so."""
+    return sorted(SHARED_MEMORY.glob(f"vllm-kv-*-{pool}*"))
+
+
+class Stream:
+    """All KV events of one engine since its start."""
+
+    def __init__(self, events: str, replay_endpoint: str) -> None:
+        self._live = Subscriber(events)
+        self._replay_endpoint = replay_endpoint
+        self._first: Batches = []
+
+    def begin(self) -> None:
+        """The ring for replays is short: what it has now is everything so far, the rest comes live."""
+        self._first = replay(self._replay_endpoint)
+
+    def batches(self) -> Batches:
+        """In their order."""
+        last = self._first[-1][0] if self._first else -1
+        return [*self._first, *(batch for batch in list(self._live.batches) if batch[0] > last)]
+
+    def close(self) -> None:
+        """Stops reading."""
+        self._live.close()
 
 
 @dataclass
@@ -107,10 +163,16 @@ class Process:
         command += ["--enable-prompt-tokens-details", "--no-log-error-stack", "--disable-uvicorn-access-log"]
         command += event_flags(publish, again, buffer_steps=EVENT_BATCHES)
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+        environment["VLLM_ALLOW_CROWDED_REPLICAS"] = "1"
         environment["TMPDIR"] = str(temporary)
         with log.open("wb") as sink:
             popen = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
         return cls(popen, folder, f"http://127.0.0.1:{port}", log, publish, again)
+
+    def streams(self, engines: int) -> list[Stream]:
+        """The events of each engine; its number is in its address."""
+        tails = ["", *(f"_dp{number}" for number in range(1, engines))]
+        return [Stream(self.events + tail, self.replay + tail) for tail in tails]
 
     def family(self) -> list[psutil.Process]:
         """The server and its living children."""
@@ -118,6 +180,13 @@ class Process:
             root = psutil.Process(self.popen.pid)
             return [root, *root.children(recursive=True)]
         return []
+
+    def kill(self) -> None:
+        """Ends what is left of it by force."""
+        for left in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        self.popen.wait()
 
     def rss_mib(self) -> tuple[float, float]:
         """Resident memory of the server, and of its children."""

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import soak_server
+from benchmarks.soak import Soak, parse
 from benchmarks.soak_report import Life, Tally, finish, memory_verdict
-from benchmarks.soak_server import KEPT, TIERS, Knobs, check_metrics, check_stats
+from benchmarks.soak_server import (
+    KEPT,
+    REPLICAS,
+    SHARED,
+    TIERS,
+    Knobs,
+    check_metrics,
+    check_stats,
+    pool_name,
+    segments,
+)
 from vllm.v1.simple_kv_offload.options import parse_options
 
 
@@ -34,6 +47,18 @@ def test_memory_is_judged_after_the_warm_up_of_a_long_life(minutes: float, slope
     assert ("not judged" in text) == (minutes == 4)
     slopes = tally.lives[1].slopes()
     assert slopes is None or slopes == (0.0, pytest.approx(slope, abs=0.1))
+
+
+def test_memory_of_every_long_life_is_judged() -> None:
+    shared = life(8, 0.0)
+    shared.knobs = "shared pool, eager"
+    tally = Tally(lives=[life(12, 0.0), shared, life(2, 50.0)])
+    good, text = memory_verdict(tally, 1.0)
+    assert good
+    assert text.endswith("in 'shared pool'")
+    shared.samples = life(8, 3.0).samples
+    good, text = memory_verdict(tally, 1.0)
+    assert not good
 
 
 def test_the_verdict_is_the_last_line_and_in_the_file(
@@ -126,4 +151,37 @@ def test_drawn_knobs_are_settings_that_the_connector_takes(tier: str, tmp_path: 
         config = json.loads(flags[flags.index("--kv-transfer-config") + 1])
         options = parse_options(config["kv_connector_extra_config"], 1)
         assert options.disk_persist == (tier == KEPT)
+        assert options.shared_pool == (pool_name(tmp_path / "kv") if tier in (SHARED, REPLICAS) else None)
+        assert ("--data-parallel-size" in flags) == (tier == REPLICAS)
         assert (options.is_disk, options.disk_tier) == (tier == "disk backend", tier in ("disk tier", KEPT))
+
+
+def test_shared_memory_that_is_left_is_found_by_the_pools_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak_server, "SHARED_MEMORY", tmp_path)
+    mine = tmp_path / f"vllm-kv-0-{pool_name(Path('kv-7'))}-0123456789abcdef"
+    for path in (mine, tmp_path / "vllm-kv-0-other-0123456789abcdef"):
+        path.touch()
+    assert segments(pool_name(Path("kv-7"))) == segments(f"soak-{os.getpid()}-") == [mine]
+    assert segments(pool_name(Path("kv-8"))) == []
+
+
+@pytest.mark.parametrize("minutes", [6.0, 30.0])
+def test_every_form_has_a_life_in_a_run_of_this_length(minutes: float, tmp_path: Path) -> None:
+    args = parse(["--minutes", str(minutes)])
+    soak = Soak(tmp_path, args, tmp_path)
+    shares: dict[str, float] = {}
+    for turn in range(len(TIERS)):
+        knobs = soak.knobs(turn)
+        for again in ("", " again") if knobs.tier == KEPT else ("",):
+            shares[knobs.tier + again] = soak.share(len(shares), knobs)
+            soak.tally.lives.append(Life(str(knobs)))
+    assert {name.removesuffix(" again") for name in shares} == set(TIERS)
+    assert sum(shares.values()) < 1.0
+    lengths = {name: share * minutes * 60 for name, share in shares.items()}
+    if minutes == 30.0:
+        for name in (KEPT, SHARED):
+            samples = [(float(second), 1.0, 1.0) for second in range(int(lengths[name]))]
+            assert Life(name, samples=samples).slopes() is not None, "long enough to tell about memory"
+    assert min(lengths.values()) >= 20.0
