@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.offload_parts import Byte
 from tests.helpers.offload_rig import Rig, full, prompt, window
 from vllm.config import SpeculativeConfig
 from vllm.v1.core.block_hash import make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 
 def warm(rig: Rig, length: int = 25) -> None:
@@ -31,6 +33,20 @@ def test_nothing_is_promised_behind_a_prefix_that_ends_inside_a_block() -> None:
     assert rig.manager.promises.lookup(request, 6) == 0
     assert rig.manager.promises.lookup(request, 24) == 0, "nothing is left to load"
     assert rig.manager.promises.lookup(request, 8) == 16
+
+
+def test_nothing_is_promised_behind_a_prefix_that_ends_inside_a_chunk() -> None:
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=4, num_kv_heads=1, head_size=4, dtype=Byte(), attention_chunk_size=8
+    )
+    rig = Rig([full(), chunked], device_blocks=64, host_blocks=64)
+    warm(rig)
+    request = rig.make_request(prompt(25))
+    promises = rig.manager.promises
+    assert [promises.lookup(request, local) for local in (0, 4, 8, 12, 16)] == [24, 0, 16, 0, 8]
+    assert [promises.peek(request, local) for local in (0, 4, 8)] == [24, 0, 16]
+    assert promises.searchable(request, 4) is None
+    promises.withdraw_all()
 
 
 def test_a_promise_is_held_until_it_is_withdrawn() -> None:

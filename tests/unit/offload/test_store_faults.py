@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.helpers.offload_rig import BLOCK, Rig, full, mamba, mover_of, prompt,
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.invariants import pool_problems
+from vllm.v1.core.sched.output import SchedulerOutput
 
 DISK = {"kv_offload_backend": "disk", "disk_capacity_bytes": 1 << 20, "use_page_cache": True}
 
@@ -402,3 +404,39 @@ def test_before_sleep_every_copy_under_way_ends() -> None:
     assert not sleeping.is_alive()
     rig.run()
     rig.assert_at_rest()
+
+
+def test_blocks_that_only_a_store_holds_are_on_their_way_back() -> None:
+    rig = Rig()
+    rig.add(prompt(9), max_tokens=3)
+    while not rig.mover().jobs:
+        rig.step(copies=False)
+        assert not rig.connector.has_pending_block_frees(), "the request has them too"
+    while rig.scheduler.running:
+        rig.step(copies=False)
+    assert rig.connector.has_pending_block_frees()
+    rig.mover().release()
+    rig.run()
+    assert not rig.connector.has_pending_block_frees()
+
+
+def test_a_table_that_is_told_whole_replaces_what_was_known_of_the_request() -> None:
+    rig = Rig()
+    request = rig.add(prompt(17), max_tokens=8)
+    for _ in range(3):
+        rig.step()
+    state = rig.manager.store_side.states[request.request_id]
+    before, size = [list(ids) for ids in state.block_ids], len(state.block_ids[0])
+    assert state.num_stored_blocks[0] > 0
+    added = SchedulerOutput.make_empty()
+    added.scheduled_cached_reqs.req_ids.append(request.request_id)
+    added.scheduled_cached_reqs.new_block_ids.append(([21],))
+    rig.manager.store_side.begin_step(added)
+    assert state.block_ids == ([*before[0], 21],)
+    whole = SchedulerOutput.make_empty()
+    whole.scheduled_new_reqs.append(
+        SimpleNamespace(req_id=request.request_id, block_ids=([*range(10, 10 + size)],))
+    )  # type: ignore[arg-type]
+    rig.manager.store_side.begin_step(whole)
+    assert state.block_ids == ([*range(10, 10 + size)],)
+    assert state.num_stored_blocks == [0], "each of its blocks is looked at again"
