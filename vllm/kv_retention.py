@@ -80,8 +80,11 @@ def from_cache_control(value: object) -> dict[str, object]:
     unknown = [key for key in value if key not in ("type", "ttl")]
     if unknown:
         raise ValueError(f"cache_control has no field {unknown[0]!r}; known: type, ttl")
-    ttl = value.get("ttl", DEFAULT_CACHE_CONTROL_TTL)
-    return {"priority": "high", "ttl": _ttl(ttl, "cache_control.ttl")}
+    ttl = value.get("ttl")
+    return {
+        "priority": "high",
+        "ttl": _ttl(DEFAULT_CACHE_CONTROL_TTL if ttl is None else ttl, "cache_control.ttl"),
+    }
 
 
 def last_cache_control(messages: Sequence[object]) -> object:
@@ -111,7 +114,7 @@ def _ttl(value: object, field: str) -> float | None:
         return None
     seconds: float | None = None
     if isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value)
+        seconds = min(value, 2 * MAX_TTL_S)
     elif isinstance(value, str) and value[-1:] in _UNITS and value[:-1].isascii() and value[:-1].isdecimal():
         seconds = float(value[:-1]) * _UNITS[value[-1]]
     if seconds is None or not 0 < seconds <= MAX_TTL_S:

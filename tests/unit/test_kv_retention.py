@@ -39,6 +39,7 @@ def test_fields(value: dict[str, Any], hint: RetentionHint) -> None:
         ({"ttl": 0}, "kv_retention.ttl must be seconds .* got 0"),
         ({"ttl": float("nan")}, "got nan"),
         ({"ttl": float("inf")}, "got inf"),
+        ({"ttl": 10**400}, "at most 7 days, got 1000"),
         ({"ttl": True}, "got True"),
         ({"ttl": "5"}, "got '5'"),
         ({"ttl": "m"}, "got 'm'"),
@@ -61,6 +62,8 @@ def test_the_short_form() -> None:
     assert parse_retention(from_cache_control({"type": "ephemeral"})) == RetentionHint(
         RetentionLevel.HIGH, 300.0
     )
+    null = from_cache_control({"type": "ephemeral", "ttl": None})
+    assert null == from_cache_control({"type": "ephemeral"}), "a null is the default, not without end"
     hour = parse_retention(from_cache_control({"type": "ephemeral", "ttl": "1h"}))
     assert hour == RetentionHint(RetentionLevel.HIGH, 3600.0)
 

@@ -140,6 +140,36 @@ async def test_an_unknown_query_parameter_is_told_those_that_there_are(app, path
     assert reply.json()["error"]["message"].startswith(told)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "told", "param"),
+    [
+        (
+            "/reset_prefix_cache",
+            {"tiers": ["host"]},
+            "this call takes no body; its query parameters: reset_ext",
+            None,
+        ),
+        ("/sleep", {"level": 2}, "this call takes no body; its query parameters: level, mode", None),
+        ("/resume", [1], "this call takes no body; its query parameters: none", None),
+        ("/sleep?level=1&level=2", None, "query parameter 'level' is given more than once", "level"),
+        ("/pause?mode=wait&mode=wait", None, "query parameter 'mode' is given more than once", "mode"),
+    ],
+)
+async def test_what_a_call_would_not_look_at_is_400_and_nothing_is_done(app, path, body, told, param):
+    error = await app.error(path, body)
+    assert error["code"] == 400
+    assert error["message"].startswith(told)
+    assert error["param"] == param
+    assert app.engine.control == []
+
+
+async def test_bodies_that_say_nothing_and_repeated_lists_are_taken(app):
+    for body in ({}, None):
+        assert (await app.client.post("/resume", json=body)).status_code == 200
+    reply = await app.client.post("/wake_up?tags=weights&tags=kv_cache", content=" {} ")
+    assert reply.status_code == 200
+
+
 async def test_other_caches(app):
     assert await post(app, "/reset_mm_cache") is None
     assert await post(app, "/reset_encoder_cache") is None
@@ -186,10 +216,11 @@ async def test_failures_of_the_engine_say_why(app, path):
         "/wake_up": "wake_up",
     }
     app.engine.answers[calls.get(path, "collective_rpc")] = RuntimeError("wait is not possible here")
-    error = await app.error(path, {"method": "x"})
+    body = {"method": "x"} if path == "/collective_rpc" else None
+    error = await app.error(path, body)
     assert (error["code"], error["message"]) == (500, "wait is not possible here")
     app.engine.answers[calls.get(path, "collective_rpc")] = ZeroDivisionError("secret")
-    assert "secret" not in (await app.error(path, {"method": "x"}))["message"]
+    assert "secret" not in (await app.error(path, body))["message"]
 
 
 async def test_server_info(app, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers.http_app import App, says
 from vllm.entrypoints.openai.kv_cache.serving import join_reports
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -184,6 +185,33 @@ async def test_unknown_query_parameters_are_refused(app):
         assert reply.status_code == 400
         assert reply.json()["error"]["message"].startswith(f"unknown query parameter {told}")
     assert app.engine.control == []
+
+
+async def test_a_text_given_twice_is_refused(app):
+    reply = await app.client.get("/kv_cache/lookup?prompt=ab&prompt=cd")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith("query parameter 'prompt' is given more than once")
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter", "message", "param"),
+    [
+        ({"token_ids": [5]}, "prompt", "Token id 5 is odd", "token_ids"),
+        ({"prompt": "x"}, "prompt", "Token id 5 is odd", "prompt"),
+        ({"prompt": "x", "lora": "a"}, "lora_request", "lora_request needs more", "lora"),
+    ],
+)
+async def test_what_the_engine_refuses_is_told_by_the_names_of_the_body(
+    app, monkeypatch, body, parameter, message, param
+):
+    async def refuse(*args, **kwargs):
+        raise VLLMValidationError(message, parameter=parameter, value="a")
+
+    monkeypatch.setattr(app.engine, "lookup_kv_cache", refuse)
+    error = await app.error("/kv_cache/lookup", body)
+    assert error["code"] == 400
+    assert error["param"] == param
+    assert error["message"].startswith(message.replace("lora_request", "lora"))
 
 
 async def test_engines_that_cannot_tell_or_are_gone(app):

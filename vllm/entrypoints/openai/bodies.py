@@ -3,7 +3,8 @@
 Unpaired surrogates are no text (they cannot be encoded), integers beyond 64 bits and very deep nesting cannot be sent to
 the engine, NaN and infinities are no JSON. All are reported like a syntax error, with the place in the body. Large bodies are read in a
 thread by a quicker reader, so that streams of others go on, and must not hold more values than can be looked at quickly.
-Queries of control routes are read as strictly: a name that is unknown was meant to change something.
+Queries of control routes are read as strictly: a name that is unknown, or a body where none is taken, was meant to change
+something.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import msgspec
 from fastapi import Request, Response
@@ -36,6 +37,8 @@ INLINE_BODY_MAX = 1 << 16
 # Of one body: a million token ids are read in a moment, a million objects are not.
 VALUES_MAX = 1 << 20
 CONTAINERS_MAX = 1 << 15
+# Bodies that say nothing; clients send them with calls that take none.
+EMPTY_BODIES = (b"", b"{}", b"null")
 _TEXT_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{,\]}]', re.DOTALL)
 
 
@@ -194,20 +197,43 @@ class StrictRoute(APIRoute):
 
 
 class ControlRoute(StrictRoute):
-    """A route of this engine's own: it also refuses query parameters that it does not take, before it does anything."""
+    """A route of this engine's own: it also refuses what it would not look at, before it does anything.
+
+    That is a query parameter that it does not take or takes but once, and a body where it takes none.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, behind a look at the query."""
+        """The handler, behind a look at the query and the body."""
         handler = super().get_route_handler()
-        known = sorted(field.alias for field in self.dependant.query_params)
+        is_list = {
+            field.alias: _is_list(field.field_info.annotation) for field in self.dependant.query_params
+        }
+        known = ", ".join(sorted(is_list)) or "none"
+        takes_body = self.body_field is not None
 
         async def checked(request: Request) -> Response:
-            unknown = [name for name in request.query_params if name not in known]
+            given = request.query_params
+            unknown = [name for name in given if name not in is_list]
             if unknown:
                 raise VLLMValidationError(
-                    f"unknown query parameter {', '.join(map(repr, unknown))}; this call takes {', '.join(known) or 'none'}",
+                    f"unknown query parameter {', '.join(map(repr, unknown))}; this call takes {known}",
                     parameter=unknown[0],
                 )
+            for name in given:
+                if not is_list[name] and len(given.getlist(name)) > 1:
+                    raise VLLMValidationError(
+                        f"query parameter {name!r} is given more than once", parameter=name
+                    )
+            if (
+                not takes_body
+                and request.method != "GET"
+                and (await request.body()).strip() not in EMPTY_BODIES
+            ):
+                raise VLLMValidationError(f"this call takes no body; its query parameters: {known}")
             return await handler(request)
 
         return checked
+
+
+def _is_list(annotation: Any) -> bool:
+    return any(get_origin(part) is list for part in (annotation, *get_args(annotation)))

@@ -38,9 +38,12 @@ async def lookup(body: CacheLookupRequest, state: ServingState) -> CacheLookupRe
         raise state.engine_client.dead_error
     rendered, salt = await _render(body, state)
     prompt = {"prompt_token_ids": rendered.token_ids}
-    answers = await state.engine_client.lookup_kv_cache(
-        prompt, cache_salt=salt, lora_request=_adapter(body.lora)
-    )
+    try:
+        answers = await state.engine_client.lookup_kv_cache(
+            prompt, cache_salt=salt, lora_request=_adapter(body.lora)
+        )
+    except VLLMValidationError as error:
+        raise _by_given_name(error, body) from None
     engines = [EngineLookup(engine=i, **answer) for i, answer in enumerate(answers) if answer is not None]
     if not engines:
         raise VLLMNotImplementedError(CANNOT_TELL)
@@ -70,6 +73,14 @@ async def _render(body: CacheLookupRequest, state: ServingState) -> tuple[Render
         prompts[0], completion.add_special_tokens, truncation_of(completion)
     )
     return rendered, completion.cache_salt
+
+
+def _by_given_name(error: VLLMValidationError, body: CacheLookupRequest) -> VLLMValidationError:
+    """The engine's complaint with the names that the body has for its arguments."""
+    names = {"lora_request": "lora"} | ({"prompt": "token_ids"} if body.token_ids is not None else {})
+    given = names.get(error.parameter or "", error.parameter)
+    message = error.message.replace("lora_request", "lora") if given == "lora" else error.message
+    return VLLMValidationError(message, parameter=given, value=error.value)
 
 
 def _adapter(choice: AdapterChoice | str | None) -> LoRARequest | None:
