@@ -118,6 +118,9 @@ def _build_kv_cache(vllm_config: VllmConfig, executor: Executor) -> KVCacheConfi
     kv_cache_config = generate_scheduler_kv_cache_config(configs)
     note_kv_sharing(kv_cache_config, sharing)
     _note_sizes(vllm_config, kv_cache_config)
+    for config in (kv_cache_config, *configs):
+        config.hash_block_size = vllm_config.cache_config.hash_block_size
+        config.cache_hit_alignment_tokens = vllm_config.cache_config.cache_hit_alignment_tokens
     executor.initialize_from_config(configs)
     vllm_config.cache_config.simple_cpu_offload_num_blocks = executor.get_simple_cpu_offload_num_blocks()
     return kv_cache_config
