@@ -211,7 +211,7 @@ class Soak(Traffic):
             return float(self.args.first_share)
         if knobs.tier == SHARED and not any(life.knobs.startswith(SHARED) for life in self.tally.lives):
             return float(self.args.shared_share)
-        return min(self.args.life_minutes / self.args.minutes, LATER_SHARE_MAX)
+        return min(float(self.args.life_minutes / self.args.minutes), LATER_SHARE_MAX)
 
     def knobs(self, turn: int) -> Knobs:
         """Of the lives of one turn: every tier has one in as many turns as there are."""
