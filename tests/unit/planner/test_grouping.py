@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -250,6 +251,9 @@ def test_replayed_windows_need_whole_prefixes_beside_them() -> None:
     get_global_kv_cache_groups(plan_config(), [{"f": full(), "r": ring(), "w": replayed}])
     with pytest.raises(ValueError, match=r"swa_bounded_replay.*'m' is mamba"):
         get_global_kv_cache_groups(plan_config(), [{"m": mamba(), "w": replayed}])
+    shorter = replace(replayed, sliding_window=16)
+    with pytest.raises(ValueError, match=r"swa_bounded_replay needs windows of one size.*\[16, 32\]"):
+        get_global_kv_cache_groups(plan_config(), [{"f": full(), "v": shorter, "w": replayed}])
 
 
 def test_evt_11_events_do_not_change_the_grouping() -> None:

@@ -117,10 +117,16 @@ def _merge_ranks(kv_cache_specs: Sequence[Specs]) -> dict[str, KVCacheSpec]:
 def _check_replay(specs: Specs) -> None:
     """A replay computes tokens before a hit's end again, so every other cache must still hold what they read.
 
-    Raises ValueError naming a layer whose cache keeps only the end of a prefix.
+    Raises ValueError naming a layer whose cache keeps only the end of a prefix, or windows that do not begin together.
     """
-    if not any(spec.prefix_replay_tokens for spec in specs.values()):
+    windows = sorted({spec.prefix_replay_tokens for spec in specs.values()} - {0})
+    if not windows:
         return
+    if len(windows) > 1:
+        raise ValueError(
+            f"swa_bounded_replay needs windows of one size, but the layers have {windows}; set swa_bounded_replay=False "
+            "for this model"
+        )
     for name, spec in specs.items():
         if spec.prefix_cacheable and not is_full_attention_spec(spec):
             raise ValueError(
