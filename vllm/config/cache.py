@@ -143,7 +143,8 @@ class CacheConfig:
         default=0, doc="Keep window and state tails every n tokens; 0 at replay points only, None everywhere."
     )
     mamba_block_size: Annotated[int, Field(ge=1)] | None = setting(
-        default=None, doc="Tokens between two kept recurrent states; needs prefix caching."
+        default=None,
+        doc="Tokens between two kept recurrent states, where the model leaves the choice; needs prefix caching.",
     )
     mamba_cache_mode: MambaCacheMode = setting(
         default="none", doc="Deprecated, no effect: the mode follows prefix caching.", flag=Flag(unset=True)

@@ -88,3 +88,12 @@ def test_max_model_len_auto_serves_the_longest_request_that_fits(name: str, memo
     assert len(output.outputs[0].token_ids) == 4
     with pytest.raises(ValueError, match=f"estimated maximum model length is {longest}"):
         start(served(name, "--max-model-len", str(longest + 1), *flags))
+
+
+def test_a_distance_of_states_that_the_model_does_not_offer_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(engine_args("glm5_next", mamba_block_size=32))
+    assert "mamba_block_size=32 has no effect: states are kept every 64 tokens" in caplog.text
+    assert engine.cache_config.mamba_block_size == 64
+    caplog.clear()
+    assert start(engine_args("glm5_next")).cache_config.mamba_block_size == 64
+    assert "no effect" not in caplog.text

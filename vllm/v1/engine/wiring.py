@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.loader import check_parallel
@@ -32,7 +32,7 @@ from vllm.v1.core.kv_cache_sizes import (
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.engine.host_memory import check_host_memory
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpecKind, iter_layer_specs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import BlockHasher
 from vllm.v1.structured_output import StructuredOutputManager
@@ -149,6 +149,7 @@ def _note_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
     cache_config = vllm_config.cache_config
     cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     cache_config.num_cpu_blocks = 0
+    _note_state_distance(cache_config, kv_cache_config)
     block_size = smallest_cacheable_block_size(kv_cache_config)
     if block_size is not None:
         cache_config.block_size = block_size
@@ -169,6 +170,22 @@ def _note_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
         concurrency,
         vllm_config.model_config.max_model_len if vllm_config.model_config is not None else 0,
     )
+
+
+def _note_state_distance(cache_config: CacheConfig, kv_cache_config: KVCacheConfig) -> None:
+    """What is reported is the distance that the model has chosen, which may not be the one wished for."""
+    specs = [spec for g in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(g.kv_cache_spec)]
+    distances = [spec.block_size for spec in specs if spec.kv_cache_spec_kind is KVCacheSpecKind.MAMBA]
+    if not distances:
+        return
+    distance, wish = max(distances), cache_config.mamba_block_size
+    if wish not in (None, distance, cache_config.block_size):  # the block size is what it is without a wish
+        logger.warning(
+            "mamba_block_size=%d has no effect: states are kept every %d tokens, as large as a block of this model",
+            wish,
+            distance,
+        )
+    cache_config.mamba_block_size = distance
 
 
 def _build_scheduler(
