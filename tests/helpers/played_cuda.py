@@ -92,7 +92,10 @@ class Event:
 
 
 class Device:
-    """``compute`` is the stream of the model. ``batches``: the access orders of the driver's calls so far."""
+    """``compute`` is the stream of the model. ``batches``: the access orders of the driver's calls so far.
+
+    ``has_failed``: every call is refused from now on, as after an illegal access. ``refuses``: copies are, with this message.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -101,6 +104,7 @@ class Device:
         self.batches: list[int] = []
         self.pinned: dict[int, int] = {}
         self.refuses: str | None = None
+        self.has_failed = False
         self.set_by: set[int] = set()
         self.waited_for: list[Any] = []
         self._local = threading.local()
@@ -138,6 +142,8 @@ class Device:
 
     def synchronize(self, device: Any = None) -> None:
         self.waited_for.append(device)
+        if self.has_failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.run()
 
     def set_device(self, device: Any) -> None:
@@ -230,6 +236,8 @@ class Driver:
         return 0
 
     def cuMemHostUnregister(self, address: Any) -> int:
+        if self._device.has_failed:
+            return 700
         del self._device.pinned[address.value]
         return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,3 +291,17 @@ def test_a_worker_on_a_device_copies_by_it_on_two_streams_behind_the_model(
     assert {int(n) for region in half.gpu_kv_caches.values() for n in region[4].unique()} == {7}
     half.shutdown()
     assert device.pinned == {}
+
+
+def test_a_worker_whose_device_has_failed_lets_go_of_all_the_rest(
+    worker: tuple[Any, Device], caplog: pytest.LogCaptureFixture
+) -> None:
+    half, device = worker
+    closed: list[bool] = []
+    half._shared = SimpleNamespace(segment=SimpleNamespace(close=lambda *, busy: closed.append(busy)))
+    device.has_failed = True
+    half.shutdown()
+    assert closed == [False]
+    assert half.cpu_kv_caches == {}
+    assert "the device failed before its copies had ended: CUDA error: an illegal" in caplog.text
+    assert "host memory stays pinned: cuMemHostUnregister failed: CUDA error 700" in caplog.text

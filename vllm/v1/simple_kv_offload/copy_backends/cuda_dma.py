@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm.logger import init_logger
 from vllm.utils.clock import Clock, MonotonicClock
 from vllm.v1.simple_kv_offload.copy_backends.base import (
     CopyError,
@@ -30,6 +31,8 @@ from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     build_params,
     copy_blocks,
 )
+
+logger = init_logger(__name__)
 
 
 class DeviceCopyResult(CopyResult):
@@ -166,8 +169,13 @@ class DmaCopyBackend(RegionCopyBackend):
         for lane in lanes.values():
             lane.shutdown()
         if lanes:
-            # Nothing may be freed while the device still copies; whoever ends the engine may have another current one.
-            torch.cuda.synchronize(self._device)
+            try:
+                # Nothing may be freed while the device still copies; whoever ends the engine may have another current one.
+                torch.cuda.synchronize(self._device)
+            except (
+                RuntimeError
+            ) as error:  # of a device that has failed: it copies no more, and the rest must be let go
+                logger.error("KV offload: the device failed before its copies had ended: %s", error)
 
 
 def _issuer(device: torch.device, stream: torch.cuda.Stream, copies: Copies) -> Callable[[CopyJob], None]:
