@@ -14,9 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.sched import ManualClock
 from vllm.v1.simple_kv_offload.copy_backends import disk_file
 from vllm.v1.simple_kv_offload.copy_backends.base import CopyError, CopyResult
-from vllm.v1.simple_kv_offload.copy_backends.disk_file import SlotFile, remove_stale_files, staging
+from vllm.v1.simple_kv_offload.copy_backends.disk_file import (
+    STALE_AFTER_S,
+    SlotFile,
+    remove_stale_files,
+    staging,
+)
 from vllm.v1.simple_kv_offload.disk_backend import DiskBackend, disk_file_path
 
 SLOT = 4096
@@ -163,6 +169,33 @@ def test_tier_09_kill_and_restart_leaves_at_most_one_file(tmp_path: Path) -> Non
         os.close(file._fd)  # kill -9: the lock goes, the file stays
         age(Path(path))
         assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_tier_07_a_file_that_was_fresh_at_the_start_goes_when_it_is_old_enough(tmp_path: Path) -> None:
+    """An engine that is started again right after a kill -9 lives with the dead one's file otherwise."""
+    clock, device = ManualClock(), {"a": torch.zeros(4, SLOT, dtype=torch.int8)}
+    dead = tmp_path / "kv.dead.rank_0"
+    dead.write_bytes(b"x" * SLOT)
+    backend = DiskBackend(clock=clock)
+    backend.init(
+        device, torch.device("cpu"), None, None, str(tmp_path / "kv.me.rank_0"), 4, SLOT, use_page_cache=True
+    )
+
+    def store(event: int) -> None:
+        events: list[Any] = []
+        backend.launch_copy([1], [1], True, event, events)
+        assert events[0][1].synchronize(5.0)
+        assert events[0][1].error is None
+
+    store(0)
+    assert dead.exists(), "it may be just starting up"
+    age(dead)
+    store(1)
+    assert dead.exists(), "one look a minute later is enough"
+    clock.now += STALE_AFTER_S + 1
+    store(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["kv.me.rank_0"]
+    backend.shutdown()
 
 
 def engine(engine_id: str | None) -> Any:

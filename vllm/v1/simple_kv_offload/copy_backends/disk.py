@@ -6,7 +6,7 @@ Owns the file's life and the staging. It must not know hashes or requests. Layer
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -23,6 +23,7 @@ from vllm.v1.simple_kv_offload.copy_backends.base import (
     bytes_per_block,
 )
 from vllm.v1.simple_kv_offload.copy_backends.disk_file import (
+    STALE_AFTER_S,
     Bytes,
     SlotFile,
     check_place,
@@ -97,10 +98,22 @@ class DiskBackend(CopyBackend):
         mover = self._mover = _DiskMover(
             self._file, gpu_caches, num_buffer_slots, (load_stream, store_stream)
         )
+        mover.before_store = self._sweeper(disk_path)
         self._lanes = {
             False: CopyLane("kv-offload-disk-load", mover.load, self._clock, self._deadline_s),
             True: CopyLane("kv-offload-disk-store", mover.store, self._clock, self._deadline_s),
         }
+
+    def _sweeper(self, disk_path: str) -> Callable[[], None]:
+        """Looks once more for files of dead engines when those that were too fresh at the start are old enough."""
+        due = [self._clock.monotonic() + STALE_AFTER_S]
+
+        def sweep() -> None:
+            if due and self._clock.monotonic() > due[0]:
+                due.clear()
+                remove_stale_files(disk_path)
+
+        return sweep
 
     def _open_table(self, file: SlotFile, digest: bytes) -> Keeper:
         try:
@@ -160,6 +173,8 @@ class _DiskMover:
         streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None],
     ) -> None:
         self._file = file
+        self.before_store: Callable[[], None] = _nothing
+        """Called on the store lane's thread, for which no request waits."""
         self._regions = list(regions.values())
         ends = list(accumulate(region.shape[1] for region in self._regions))
         self._places = [slice(a, b) for a, b in pairwise([0, *ends])]
@@ -177,6 +192,7 @@ class _DiskMover:
         self._idle.set()
 
     def store(self, job: CopyJob) -> None:
+        self.before_store()
         self._check(job.src_blocks, job.dst_blocks)
         if job.wait_event is not None:
             job.wait_event.synchronize()
@@ -287,6 +303,10 @@ class _DiskMover:
                 for place, region in zip(self._places, self._regions, strict=True):
                     region[block].copy_(source[row, place], non_blocking=True)
         _finish(self._load_stream)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _by_slot(blocks: Sequence[int], slots: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
