@@ -134,7 +134,7 @@ def sched_config(**changes: Any) -> SimpleNamespace:
         kv_transfer_config=get("kv_transfer_config", None),
         kv_events_config=None,
         lora_config=get("lora_config", None),
-        speculative_config=None,
+        speculative_config=get("speculative_config", None),
         max_concurrent_batches=2 if looks_ahead else 1,
         num_speculative_tokens=get("num_speculative_tokens", 0),
         num_lookahead_tokens=get("num_lookahead_tokens", 0),

@@ -110,6 +110,8 @@ def test_evt_12_loaded_blocks_are_announced_when_they_become_hittable() -> None:
     rig = Rig(events=True)
     rig.generate(prompt(12), max_tokens=1)
     rig.evict_device()
+    rig.step()
+    before = list(rig.publisher.events)
     rig.publisher.events.clear()
     request = rig.add(prompt(17), max_tokens=1)
     for _ in range(3):
@@ -121,6 +123,20 @@ def test_evt_12_loaded_blocks_are_announced_when_they_become_hittable() -> None:
     device = [h for event in stored(rig, "GPU") for h in event.block_hashes]
     assert device == hashes[:4]
     assert stored(rig, "GPU")[0].parent_block_hash is None
+    # The whole stream, told again, gives what can be hit on the device, each once.
+    hittable: list[object] = []
+    for event in [*before, *rig.publisher.events]:
+        if isinstance(event, AllBlocksCleared):
+            hittable.clear()
+        elif isinstance(event, BlockStored) and event.medium == "GPU":
+            hittable += event.block_hashes
+        elif isinstance(event, BlockRemoved) and event.medium == "GPU":
+            for block_hash in event.block_hashes:
+                hittable.remove(block_hash)
+    pool = rig.scheduler.kv_cache_manager.block_pool
+    kept = [block.block_hash for block in pool.cached_block_hash_to_block.blocks()]
+    assert hittable == hashes[:4]
+    assert set(hittable) == {maybe_convert_block_hash(get_block_hash(key)) for key in kept if key is not None}
 
 
 def test_a_reset_tells_which_tier_was_cleared() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.sched import Driver, expected_output, full, make_scheduler, mamba, ring, with_draft_rows
+from vllm.config import SpeculativeConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import DraftTokenIds
 
@@ -87,3 +88,21 @@ def test_drafts_of_a_step_that_a_request_has_left_behind_are_void() -> None:
     assert driver.schedule().num_scheduled_tokens == {}
     driver.run()
     assert driver.outputs["a"] == expected_output(prompt(5), 6)
+
+
+@pytest.mark.parametrize("right", [0, 1, 3])
+def test_pfx_01_the_output_behind_a_hit_is_that_of_a_cold_run_for_every_prompt_length(right: int) -> None:
+    """Lengths of one to five blocks and a token less or more; each is sent twice, and reads what the first one left."""
+    lengths = [n for blocks in range(1, 6) for n in (4 * blocks - 1, 4 * blocks, 4 * blocks + 1)]
+    for length in lengths:
+        drafter = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
+        driver = with_drafts([full(4), mamba(4)], 3, right, speculative_config=drafter)
+        for name in ("first", "again"):
+            driver.add(name, prompt(length), max_tokens=9)
+            driver.run()
+        assert driver.outputs["first"] == driver.outputs["again"] == expected_output(prompt(length), 9)
+        sent = {
+            new.req_id: new.num_computed_tokens for step in driver.steps for new in step.scheduled_new_reqs
+        }
+        assert sent == {"first": 0, "again": max(0, (length - 1) // 4 - 1) * 4}
+        driver.assert_at_rest()
