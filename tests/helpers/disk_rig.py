@@ -92,3 +92,13 @@ class HeldDisk(CopyBackend):
 
     def shutdown(self) -> None:
         self._disk.shutdown()
+
+
+def flip_a_byte(folder: Path, slot: int, slot_bytes: int) -> None:
+    """One bit of a slot of the only file there changes."""
+    (path,) = folder.iterdir()
+    with path.open("r+b") as file:
+        file.seek(slot * slot_bytes + 3)
+        (value,) = file.read(1)
+        file.seek(slot * slot_bytes + 3)
+        file.write(bytes([value ^ 0x10]))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.disk_rig import DiskRig
+from tests.helpers.disk_rig import DiskRig, flip_a_byte
 from tests.helpers.offload_rig import full, mamba, prompt, rig_config, window
 from vllm.distributed.kv_event_types import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -138,15 +138,6 @@ def test_figures_per_tier(rig: DiskRig) -> None:
     assert told.data["data"][MetricName.DISK_ACTIVE] == {(): 1}
 
 
-def flip_a_byte(folder: Path, slot: int, slot_bytes: int) -> None:
-    (path,) = folder.iterdir()
-    with path.open("r+b") as file:
-        file.seek(slot * slot_bytes + 3)
-        (value,) = file.read(1)
-        file.seek(slot * slot_bytes + 3)
-        file.write(bytes([value ^ 0x10]))
-
-
 def test_tier_01_and_06_a_wrong_byte_costs_one_failed_read_and_a_recompute(
     rig: DiskRig, tmp_path: Path
 ) -> None:
@@ -166,61 +157,6 @@ def test_tier_01_and_06_a_wrong_byte_costs_one_failed_read_and_a_recompute(
     rig.generate(prompt(17))
     assert rig.chain.counts.failed_reads == 1
     assert rig.chain.counts.waits == 1
-    rig.assert_at_rest()
-
-
-def test_tier_01_a_bad_block_costs_other_requests_of_the_same_step_nothing(tmp_path: Path) -> None:
-    rig = DiskRig(tmp_path, host_blocks=33, disk_blocks=129)
-    first, second = rig.sink(1), rig.sink(2)
-    bad = rig.chain.disk.get(rig.key(first, 0))
-    assert bad is not None
-    flip_a_byte(tmp_path, bad.block_id, full().page_size_bytes)
-    requests = [rig.add(prompt(17, seed)) for seed in (1, 2)]
-    rig.run()
-    assert [request.num_cached_tokens for request in requests] == [0, 16]
-    for request in requests:
-        rig.check_output(request)
-    assert rig.on_disk(second) == [0, 1, 2, 3]
-    assert rig.chain.up.ledger.failed == 8, "one order for both"
-    rig.assert_at_rest()
-    rig.close()
-
-
-def test_tier_01_a_read_that_fails_on_one_rank_is_told_when_the_other_ends(rig: DiskRig) -> None:
-    first = rig.sink()
-    request = rig.add(prompt(17))
-    held = rig.hold_disk()
-    while not len(held):
-        rig.step(copies=False)
-    (transfer,) = rig.chain.up.live
-    rig.chain.up.table._missing[0] += 1  # as if there were a second rank
-    bad = transfer.device_blocks[2].block_id
-    held.release(CopyError("checksum", frozenset({bad})))
-    rig.step(copies=False)
-    assert not transfer.ended
-    rig.chain.report_up({0: 1}, ok=True)
-    assert rig.on_disk(first) == [0, 1, 3]
-    rig.worker()._moves = DiskMoves(held._disk)
-    rig.run()
-    rig.check_output(request)
-    assert request.num_cached_tokens == 8
-    rig.assert_at_rest()
-
-
-def test_a_failed_read_without_a_named_slot_forgets_all_that_it_was_to_bring(rig: DiskRig) -> None:
-    first = rig.sink()
-    request = rig.add(prompt(17))
-    held = rig.hold_disk()
-    while not len(held):
-        rig.step(copies=False)
-    held.release(CopyError("it took too long"))
-    rig.worker()._moves = DiskMoves(held._disk)
-    rig.step(copies=False)
-    assert rig.on_disk(first) == [], "nobody knows what of it can be read"
-    rig.run()
-    rig.check_output(request)
-    assert request.num_cached_tokens == 0
-    assert rig.chain.counts.failed_reads == 1
     rig.assert_at_rest()
 
 
