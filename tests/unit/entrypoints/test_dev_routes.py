@@ -51,6 +51,13 @@ async def test_a_reset_by_tier_names_each_of_them(app):
     ]
 
 
+async def test_each_of_several_engines_has_its_reason_or_null(app):
+    parts = [{"success": True, "reason": ""}, {"success": False, "reason": "1 block is held"}]
+    app.engine.answers["reset_prefix_cache_detailed"] = {"success": False, "reason": "some", "engines": parts}
+    told = await post(app, "/reset_prefix_cache")
+    assert [part["reason"] for part in told["engines"]] == [None, "1 block is held"]
+
+
 async def test_a_reset_of_a_tier_that_is_not_there_is_a_bad_request_naming_it(app):
     told = "tiers names 'tape'; this engine has device, host"
     app.engine.answers["reset_prefix_cache_detailed"] = UtilityRefusedError(told)

@@ -106,7 +106,15 @@ async def reset_prefix_cache(
     except Exception as error:
         logger.warning("Resetting the prefix cache failed: %s", error)
         report = {"success": False, "reason": str(error)}
-    return JSONResponse({**report, "reason": report.get("reason") or None})
+    shown = _with_reason(report)
+    if "engines" in report:
+        shown["engines"] = [_with_reason(answer) for answer in report["engines"]]
+    return JSONResponse(shown)
+
+
+def _with_reason(report: dict[str, Any]) -> dict[str, Any]:
+    """Null where there is nothing to say."""
+    return {**report, "reason": report.get("reason") or None}
 
 
 @router.post("/reset_mm_cache")
