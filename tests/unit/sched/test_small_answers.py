@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.helpers.sched import Driver, full, kv_config, make_scheduler, sched_config
+from tests.helpers.sched import Driver, full, kv_config, make_scheduler, mamba, sched_config
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from vllm.v1.core.sched.budget import StepBudget
@@ -15,8 +16,10 @@ from vllm.v1.core.sched.cache_report import hits
 from vllm.v1.core.sched.in_flight import InFlightSteps, StepRecord
 from vllm.v1.core.sched.manager_setup import make_kv_cache_manager
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.params import CacheShape
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue, create_request_queue
 from vllm.v1.core.sched.stop import check_stop
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheSpecKind
 from vllm.v1.kv_cache_report import HitReport
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import DraftTokenIds
@@ -142,3 +145,28 @@ def test_hits_of_a_tier_that_nobody_names_are_reported_as_asked_of_all() -> None
         HitReport(CacheHitSource.DEVICE, 100, 40),
         HitReport(CacheHitSource.EXTERNAL_UNSPECIFIED, 60, 12),
     )
+
+
+@dataclass(frozen=True)
+class OutsideState(KVCacheSpec):
+    """A recurrent kind of another package, which shares no class with ours."""
+
+    num_heads = 1
+    tokens_per_state = -1
+    state_content_size_bytes = 64
+    page_size_bytes = 64
+    keeps_aligned_states = True
+    kv_cache_spec_kind = KVCacheSpecKind.MAMBA
+
+    def max_memory_usage_bytes(self, vllm_config: object) -> int:
+        return 2 * self.page_size_bytes
+
+
+def test_recurrent_kinds_are_known_by_what_they_say_of_themselves() -> None:
+    groups = [KVCacheGroupSpec(["a"], full(4)), KVCacheGroupSpec(["s"], OutsideState(block_size=16))]
+    shape = CacheShape.from_config(KVCacheConfig(9, [], groups), 16, 4)
+    assert shape == CacheShape.from_config(
+        KVCacheConfig(9, [], [groups[0], KVCacheGroupSpec(["s"], mamba(16))]), 16, 4
+    )
+    assert shape.state_block_tokens == 16
+    assert shape.overwrites_state

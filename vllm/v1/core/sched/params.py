@@ -13,7 +13,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
-    MambaSpec,
+    KVCacheSpecKind,
     RSWASpec,
     is_full_attention_spec,
     iter_layer_specs,
@@ -52,7 +52,8 @@ class CacheShape:
     def from_config(cls, config: KVCacheConfig, block_size: int, hash_block_size: int) -> CacheShape:
         """The shape of ``config``; ``block_size`` is the scheduler's block."""
         specs = [spec for group in config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
-        state_blocks = {spec.block_size for spec in specs if _keeps_states_at_blocks(spec)}
+        # Chunks have to end where states are kept, as in Mamba's `align` mode; a kind from outside says so too.
+        state_blocks = {spec.block_size for spec in specs if spec.keeps_aligned_states}
         alignment = 1
         if any(_restarts_only_aligned(spec) for spec in specs):
             alignment = config.cache_hit_alignment_tokens or block_size
@@ -64,17 +65,12 @@ class CacheShape:
             can_cut_anywhere=len(config.kv_cache_groups) == 1
             and alignment == 1
             and _keeps_all_tokens(specs[0]),
-            overwrites_state=any(isinstance(spec, MambaSpec) for spec in specs),
+            overwrites_state=any(spec.kv_cache_spec_kind is KVCacheSpecKind.MAMBA for spec in specs),
         )
 
     def restart_position(self, num_tokens: int) -> int:
         """The last position at or before ``num_tokens`` where computing may start."""
         return num_tokens // self.restart_alignment * self.restart_alignment
-
-
-def _keeps_states_at_blocks(spec: KVCacheSpec) -> bool:
-    """True for recurrent state in ``align`` mode, where chunks have to end on block boundaries."""
-    return isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
 
 
 def _keeps_all_tokens(spec: KVCacheSpec) -> bool:
