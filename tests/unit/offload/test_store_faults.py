@@ -406,6 +406,22 @@ def test_before_sleep_every_copy_under_way_ends() -> None:
     rig.assert_at_rest()
 
 
+def test_a_copy_whose_source_lost_its_hash_while_it_ran_is_never_found() -> None:
+    """So it is when the step that was to compute the block has failed."""
+    rig = Rig()
+    request = rig.add(prompt(17), max_tokens=1)
+    while not rig.mover().jobs:
+        rig.step(copies=False)
+    (store,) = rig.mover().launched
+    rig.scheduler.kv_cache_manager.block_pool.evict_blocks({store.src_blocks[1]})
+    keys = [rig.key(request, index) for index in range(len(store.src_blocks))]
+    rig.mover().release()
+    rig.step(copies=False)
+    found = [rig.manager.tier.contains(key) for key in keys]
+    assert found == [index != 1 for index in range(len(keys))]
+    rig.run()
+
+
 def test_blocks_that_only_a_store_holds_are_on_their_way_back() -> None:
     rig = Rig()
     rig.add(prompt(9), max_tokens=3)
