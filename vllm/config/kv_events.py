@@ -31,6 +31,10 @@ class KVEventsConfig:
         default=100_000, doc="Batches queued inside the process; a full queue drops whole batches."
     )
     topic: str = setting(default="", doc="First frame of every message.")
+    bind: bool | None = setting(
+        default=None,
+        doc="Whether the PUB socket is bound (true) or connected (false); by the form of its address when not given.",
+    )
 
     def __post_init__(self) -> None:
         if self.publisher is None:

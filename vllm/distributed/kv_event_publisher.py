@@ -115,4 +115,5 @@ class EventPublisherFactory:
             hwm=config.hwm,
             max_queue_size=config.max_queue_size,
             topic=config.topic,
+            **({} if config.bind is None else {"bind": config.bind}),
         )

@@ -113,6 +113,7 @@ class ZmqEventPublisher(EventPublisher):
             hwm=hwm,
             max_queue_size=max_queue_size,
             topic=topic,
+            bind=bind,
         )
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)

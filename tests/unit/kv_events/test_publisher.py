@@ -389,6 +389,16 @@ def test_binding_can_be_forced(made: list[Any]) -> None:
     assert subscriber.numbers(1) == [0]
 
 
+@pytest.mark.parametrize("bind", [True, False])
+def test_binding_can_be_asked_for_in_the_config(bind: bool, made: list[Any], tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"  # bound, if nobody says otherwise
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, bind=bind)
+    made.append(EventPublisherFactory.create(config))
+    assert (tmp_path / "events").exists() is bind
+    reported = made[-1].get_publisher_config()
+    assert (reported.endpoint, reported.bind) == (endpoint, bind)
+
+
 def test_an_address_in_use_fails_at_start_up(made: list[Any]) -> None:
     endpoint = address()
     made.append(ZmqEventPublisher(0, endpoint=endpoint))
