@@ -26,10 +26,10 @@ STORE = (
     Event("workers", "step n computes", "the bytes of block 7 are there", ""),
     Event("scheduler", "step n is confirmed", "the policy proposes block 7", ""),
     Event("device pool", "lease on block 7", "it cannot be handed out any more", "PLANNED"),
-    Event("tier", "slot 12 is staged", "held, no key: nobody finds it", "PLANNED"),
+    Event("tier", "slot 12 is staged", "held, no key; shared pools: several slots", "PLANNED"),
     Event("scheduler", "order leaves with step n+1", "store event 5: block 7 → slot 12", "SUBMITTED"),
-    Event("workers", "copy after the forward", "reads after compute wrote; ranks report apart", "SUBMITTED"),
-    Event("tier", "last report: slot 12 gets its key", "BlockStored (medium CPU)", "DONE"),
+    Event("workers", "copy after the forward", "after compute wrote; ranks report apart", "SUBMITTED"),
+    Event("tier", "last report: the (first) slot gets its key", "BlockStored (medium CPU)", "DONE"),
     Event("device pool", "both leases end", "the same on failure or reset: no key then", "DONE"),
 )
 LOAD = (
@@ -40,7 +40,7 @@ LOAD = (
     Event("device pool", "targets belong to the transfer", "nobody else reads or writes them", "PLANNED"),
     Event("scheduler", "order leaves with the step", "load event 9, sources → targets", "SUBMITTED"),
     Event("workers", "copy into the targets", "each rank reports the request", "SUBMITTED"),
-    Event("scheduler", "DONE: hash, run on", "FAILED: recompute from the last good block", "DONE | FAILED"),
+    Event("scheduler", "DONE: hash, run on", "FAILED: it ends, or recomputes (policy)", "DONE | FAILED"),
     Event("tier", "both leases end", "after an abort: ABANDONED → DISCARDED", "DONE | FAILED"),
 )
 
