@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.public_api.by_hand import kv_config, vllm_config
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator, yield_req_data
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
@@ -197,7 +198,23 @@ def test_connector_halves() -> None:
     worker_half.clear_connector_metadata()
     assert not worker_half.has_connector_metadata()
     worker_half.shutdown()
-    assert SimpleCPUOffloadConnector.supports_sleep_mode(KVTransferConfig()) in (True, False)
+    assert SimpleCPUOffloadConnector.supports_sleep_mode(KVTransferConfig()) is True
+    assert KVConnectorBase_V1.supports_sleep_mode(KVTransferConfig()) is True
+
+
+def test_the_example_connector_keeps_its_files_where_it_is_told_else_in_tmp(tmp_path: Path) -> None:
+    for extra, folder in (({}, Path("/tmp")), ({"shared_storage_path": str(tmp_path)}, tmp_path)):
+        config = vllm_config(
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=extra
+            )
+        )
+        connector = ExampleConnector(config, KVConnectorRole.SCHEDULER, kv_config(num_blocks=4))
+        assert connector._storage == folder
+        for _ in range(2):  # nothing to do, however often
+            assert connector.unregister_kv_caches() is None  # type: ignore[func-returns-value]
+            assert connector.restore_kv_caches() is None  # type: ignore[func-returns-value]
+        connector.shutdown()
 
 
 def test_agreed_block_counts_reach_the_scheduler() -> None:
