@@ -23,6 +23,8 @@ from vllm.v1.messages import (
     UtilityOutput,
 )
 
+# Beyond every process of a machine: who is killed by force takes the children of its number along.
+NO_PID = 1 << 30
 # (core, method, arguments) → the result; an exception is a failure of that core.
 Answer = Callable[[int, str, tuple[Any, ...]], Any]
 
@@ -127,9 +129,9 @@ class FakeCores:
         self, config: VllmConfig, executor_class: Any, log_stats: bool, count: int
     ) -> tuple[CoreProcesses, None]:
         folder = Path(mkdtemp(prefix="vllm-fake-"))
-        self.processes = [FakeProcess(100 + index) for index in range(count)]
+        self.processes = [FakeProcess(NO_PID + index) for index in range(count)]
         addresses = f"ipc://{folder}/input", f"ipc://{folder}/output"
-        cores = CoreProcesses(list(self.processes), *addresses, folder, self.grace_s)
+        cores = CoreProcesses(list(self.processes), *addresses, folder, self.grace_s, config)
         lengths = self.lengths or [64] * count
         for index in range(count):
             ready = EngineCoreReadyResponse(

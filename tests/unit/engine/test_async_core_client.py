@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.engine_configs import engine_config
-from tests.helpers.fake_cores import FakeCores
+from tests.helpers.fake_cores import NO_PID, FakeCores
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_core_client import AsyncMPClient
@@ -162,7 +162,7 @@ async def test_the_end_of_one_core_is_the_end_of_all(fakes: FakeCores, start: St
     waiting = asyncio.ensure_future(client.call_utility_async("check_health"))
     await until(lambda: fakes.cores[0].requests == ["r0"])
     fakes.processes[1].die(-9)
-    told = "Engine core process 101 of replica 1 ended unexpectedly with status -9"
+    told = f"Engine core process {NO_PID + 1} of replica 1 ended unexpectedly with status -9"
     with pytest.raises(EngineDeadError, match=told):
         await client.get_output_async()
     with pytest.raises(EngineDeadError, match=told):

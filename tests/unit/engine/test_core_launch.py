@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
+from tests.helpers.fake_cores import NO_PID, FakeProcess
 from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.v1.engine import core_launch
 from vllm.v1.engine.core_main import CoreStart, become_replica
@@ -38,7 +42,7 @@ def test_a_time_that_is_no_number_is_refused_before_a_process_starts(monkeypatch
 class Deaf:
     """A process that ends only by force."""
 
-    pid = 1
+    pid = NO_PID
 
     def __init__(self) -> None:
         self.asked: list[float | None] = []
@@ -56,10 +60,44 @@ class Deaf:
 
 def test_a_process_has_the_chosen_time_to_end(tmp_path):
     deaf = Deaf()
-    cores = core_launch.CoreProcesses([deaf], "", "", tmp_path / "sockets", grace_s=77.0)
+    cores = core_launch.CoreProcesses([deaf], "", "", tmp_path / "sockets", 77.0, VllmConfig())
     cores.close()
     assert deaf.killed
     assert 70 < (deaf.asked[0] or 0) <= 77
+
+
+def test_shutdown_waits_for_the_watch_that_kills_a_core_and_then_removes_what_it_left(tmp_path, monkeypatch):
+    """Its workers live on a little, and hold what is to be removed."""
+    dead, deaf = FakeProcess(NO_PID), Deaf()
+    config = VllmConfig(parallel_config=ParallelConfig(data_parallel_size=2))
+    cores = core_launch.CoreProcesses([dead, deaf], "", "", tmp_path / "sockets", 0.0, config)
+    workers_gone, removed = threading.Event(), []
+
+    def wait_procs(workers, timeout):
+        assert deaf.killed
+        workers_gone.wait(10)
+        return [], []
+
+    def remove(config):
+        assert workers_gone.is_set()
+        removed.append(config.parallel_config.data_parallel_index)
+
+    monkeypatch.setattr(core_launch.psutil, "wait_procs", wait_procs)
+    monkeypatch.setattr(core_launch.KVConnectorFactory, "remove_leftovers", remove)
+    has_died = threading.Event()
+    cores.watch(lambda _: has_died.set())
+    dead.die(-9)
+    assert has_died.wait(5)
+    while not deaf.killed:
+        time.sleep(0.01)
+    shutdown = threading.Thread(target=cores.close)
+    shutdown.start()
+    shutdown.join(0.2)
+    assert shutdown.is_alive()
+    workers_gone.set()
+    shutdown.join(5)
+    assert not shutdown.is_alive()
+    assert removed == [1]
 
 
 def test_several_cores_share_the_processors_unless_the_user_says_so(monkeypatch):

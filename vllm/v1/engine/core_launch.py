@@ -96,8 +96,9 @@ class ForkedCore:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        if self.wait(0) is None:
-            os.kill(self.pid, number)
+        # By its descriptor: another thread may have heard of the end first, and the number be somebody else's.
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
 
 
 class SpawnedCore:
@@ -150,7 +151,6 @@ class CoreProcesses:
     resolved: dict[bytes, dict[str, Any]] = field(default_factory=dict)
     _closing: bool = False
     _owner: int = field(default_factory=os.getpid)
-    _killed: list[int] = field(default_factory=list)
     _cleaning: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -184,19 +184,20 @@ class CoreProcesses:
         for index in indices:
             self.processes[index].terminate()
         for index in indices:
-            if self.processes[index].wait(max(0.0, deadline - time.monotonic())) is None:
-                self._kill(index)
-        # Both the watch and `close` may be here: whoever comes first cleans up, and the other waits for it.
+            self.processes[index].wait(max(0.0, deadline - time.monotonic()))
+        # Both the watch and `close` may be here: whoever comes first kills and cleans up, and the other waits for it.
         with self._cleaning:
-            while self._killed:
-                self._remove_leftovers(self._killed.pop())
+            killed = [index for index in indices if self.processes[index].wait(0) is None]
+            for index in killed:
+                self._kill(index)
+            for index in killed:
+                self._remove_leftovers(index)
 
     def _kill(self, index: int) -> None:
         """End a core by force, and its workers: they notice, but may be stopped or at a step as it was."""
         process = self.processes[index]
         logger.warning("Engine core process %d does not end; it is killed.", process.pid)
         workers = _descendants(process.pid)
-        self._killed.append(index)
         process.kill()
         process.wait()
         _, left = psutil.wait_procs(workers, WORKERS_GRACE_S)
