@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 from vllm import envs
 from vllm.platforms.interface import Platform, PlatformEnum
 
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+# (folder, limit, usage, in front of the names in memory.stat)
+_CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 
 
@@ -43,16 +44,19 @@ def _read_int(path: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _meminfo(key: str) -> int | None:
+def _fields(path: str) -> dict[str, int]:
+    """The numbers of a file of the kernel by their names, in its own units; empty without the file."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
     except OSError:
-        return None
-    for line in lines:
-        name, _, rest = line.partition(":")
-        if name == key:
-            return int(rest.split()[0]) * 1024
-    return None
+        return {}
+    rows = (line.replace(":", " ").split() for line in lines)
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _meminfo(key: str) -> int | None:
+    value = _fields("/proc/meminfo").get(key)
+    return None if value is None else value * 1024
 
 
 def _cpu_features() -> set[str]:
@@ -67,10 +71,13 @@ def _cpu_features() -> set[str]:
 
 
 def _cgroup_limit_and_usage() -> tuple[int, int] | None:
-    for limit_file, usage_file in _CGROUP_FILES:
-        limit, usage = _read_int(limit_file), _read_int(usage_file)
+    """Of the container, if it has a limit. Files that were read count as free, as the system counts them."""
+    for folder, limit_file, usage_file, prefix in _CGROUPS:
+        limit, usage = _read_int(f"{folder}/{limit_file}"), _read_int(f"{folder}/{usage_file}")
         if limit is not None and usage is not None:
-            return limit, usage
+            parts = _fields(f"{folder}/memory.stat")
+            files = sum(parts.get(f"{prefix}{name}_file", 0) for name in ("active", "inactive"))
+            return limit, max(0, usage - files)
     return None
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,26 @@ def test_memory_facts_respect_a_container(monkeypatch) -> None:
     assert CpuPlatform.get_available_memory() == 3 << 20
     monkeypatch.setattr(cpu_module, "_cgroup_limit_and_usage", lambda: (1 << 20, 2 << 20))
     assert CpuPlatform.get_available_memory() == 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_that_were_read_do_not_take_a_containers_memory(
+    version: int, tmp_path: Path, monkeypatch
+) -> None:
+    """A model that was loaded an hour ago must not make the next start too large."""
+    monkeypatch.setattr(
+        cpu_module, "_CGROUPS", tuple((str(tmp_path), *names) for _, *names in cpu_module._CGROUPS)
+    )
+    assert cpu_module._cgroup_limit_and_usage() is None
+    limit, usage, prefix = cpu_module._CGROUPS[2 - version][1:]
+    (tmp_path / limit).write_text(f"{9 << 20}\n")
+    (tmp_path / usage).write_text(f"{7 << 20}\n")
+    assert CpuPlatform.get_available_memory() == 2 << 20
+    rows = {"anon": 2 << 20, f"{prefix}inactive_file": 3 << 20, f"{prefix}active_file": 1 << 20, "slab": 5}
+    (tmp_path / "memory.stat").write_text("".join(f"{name} {value}\n" for name, value in rows.items()))
+    assert CpuPlatform.get_available_memory() == 6 << 20
+    (tmp_path / limit).write_text("max\n")
+    assert cpu_module._cgroup_limit_and_usage() is None
 
 
 def test_threads_follow_the_environment(monkeypatch) -> None:
