@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -161,15 +162,18 @@ def test_what_the_device_was_given_is_never_given_up(bench: Bench) -> None:
 
 
 def test_what_waits_for_the_lanes_thread_is_given_up_at_the_deadline(bench: Bench) -> None:
+    has_begun = threading.Event()
+
     class Stuck:
         def synchronize(self) -> None:
+            has_begun.set()
             until(lambda: bench.device.waited_for != [])
 
     events: list[Any] = []
     bench.mover.launch_copy([1], [1], True, 1, events, Stuck())  # type: ignore[arg-type]
     bench.mover.launch_copy([2], [2], True, 2, events)
     stuck, queued = (event for _, event in events)
-    time.sleep(0.05)
+    assert has_begun.wait(10.0)
     bench.clock.now += 2 * DEADLINE_S
     bench.mover.check_health()
     assert "did not finish a job" in str(queued.error)
@@ -178,9 +182,12 @@ def test_what_waits_for_the_lanes_thread_is_given_up_at_the_deadline(bench: Benc
     assert fresh.query()
     assert fresh.error is None
     bench.device.waited_for.append("the test")
-    until(lambda: bool(bench.store_stream.steps) or stuck.query())
-    bench.device.run()
-    assert stuck.query()
+
+    def has_ended() -> bool:
+        bench.device.run()  # the thread puts one step after the other
+        return bool(stuck.query())
+
+    until(has_ended)
 
 
 def test_an_error_of_the_device_is_a_failed_result(bench: Bench) -> None:
