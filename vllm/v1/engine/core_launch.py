@@ -34,6 +34,7 @@ from vllm.logger import init_logger
 from vllm.utils.child_process import start_python
 from vllm.v1.engine.core_main import CoreStart, become_replica, run_core
 from vllm.v1.engine.exceptions import EngineStartError
+from vllm.v1.engine.outside_modules import check_outside_modules
 from vllm.v1.executor.abstract import Executor
 
 logger = init_logger(__name__)
@@ -243,6 +244,8 @@ def start_cores(
     vllm_config: VllmConfig, executor_class: type[Executor] | None, log_stats: bool, num_cores: int = 1
 ) -> tuple[CoreProcesses, zmq.Socket[bytes]]:
     """Start the processes; returns at once. The socket is for `wait_until_ready`."""
+    if log_stats:  # the front end shows their metrics
+        check_outside_modules(vllm_config.kv_transfer_config)
     grace_s = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
     if vllm_config.parallel_config.world_size > 1:
         grace_s += (
