@@ -114,7 +114,12 @@ class Subscriber:
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._socket.setsockopt(zmq.RCVTIMEO, 100)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            self._context.term()
+            raise
         self.batches: list[tuple[int, list[Any]]] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._read, name="kv-event-subscriber", daemon=True)
@@ -184,17 +189,30 @@ def rebuild(batches: list[tuple[int, list[Any]]]) -> CacheIndex:
     return index
 
 
+def missed(first: int) -> str:
+    """What to tell who subscribed late: `first` is the number of the first batch that came."""
+    return (
+        f"the first batch seen is {first}: those before it were published earlier and are not shown. With a "
+        "replay_endpoint in --kv-events-config, replay() of this file gets those still kept, snapshot() what is cached now"
+    )
+
+
 def main() -> None:
     """Prints every event of a publisher until interrupted."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("endpoint", nargs="?", default="tcp://127.0.0.1:5557")
     endpoint = parser.parse_args().endpoint
-    subscriber = Subscriber(endpoint)
+    try:
+        subscriber = Subscriber(endpoint)
+    except zmq.ZMQError as error:
+        parser.error(f"endpoint {endpoint!r}: {error} (expected something like tcp://127.0.0.1:5557)")
     print(f"waiting for events of {endpoint}; Ctrl-C ends", file=sys.stderr)
     shown = 0
     try:
         while True:
             for sequence, (_, events, *_rest) in subscriber.batches[shown:]:
+                if shown == 0 and sequence > 0:
+                    print(missed(sequence), file=sys.stderr)
                 for event in events:
                     hashes = event.get("block_hashes", [])
                     place = f"{event.get('medium', '')} group {event.get('group_idx')}"
