@@ -134,6 +134,10 @@ class FullAttentionSpec(AttentionSpec):
     def kv_cache_spec_kind(self) -> KVCacheSpecKind:
         return KVCacheSpecKind.FULL_ATTENTION
 
+    @property
+    def keeps_all_tokens(self) -> bool:
+        return True
+
     def max_memory_usage_bytes(self, vllm_config: SizingContext) -> int:
         tokens = cdiv(max_model_len_of(vllm_config), self._dcp_size(vllm_config))
         return cdiv(tokens, self.block_size) * self.page_size_bytes
@@ -213,6 +217,10 @@ class RSWASpec(FullAttentionSpec):
     @property
     def sharing_key(self) -> tuple[object, ...]:
         return (self.rswa_window,)
+
+    @property
+    def keeps_all_tokens(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,11 @@ class KVCacheSpec:
         return False
 
     @property
+    def keeps_all_tokens(self) -> bool:
+        """No block is dropped while its request lives, so any shorter prefix of what is cached is whole."""
+        return False
+
+    @property
     def prefix_replay_tokens(self) -> int:
         """Tokens before the end of a prefix hit that must be computed again because this kind does not keep them."""
         return 0

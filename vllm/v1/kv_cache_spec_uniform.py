@@ -89,6 +89,10 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return self.first_spec.keeps_aligned_states
 
     @property
+    def keeps_all_tokens(self) -> bool:
+        return all(spec.keeps_all_tokens for spec in self.kv_cache_specs.values())
+
+    @property
     def prefix_replay_tokens(self) -> int:
         return max(spec.prefix_replay_tokens for spec in self.kv_cache_specs.values())
 

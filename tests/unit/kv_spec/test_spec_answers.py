@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
@@ -105,6 +106,15 @@ def test_a_group_of_unlike_layers_answers_for_all_of_them() -> None:
     assert group.get_block_stride_alignment() == 1
     doubled = group.copy_with_new_block_size(32)
     assert {spec.block_size for spec in doubled.kv_cache_specs.values()} == {32}
+
+
+def test_only_kinds_that_drop_nothing_say_that_any_shorter_prefix_is_whole() -> None:
+    rswa = RSWASpec(block_size=16, num_kv_heads=2, head_size=8, dtype=BF16, rswa_window=32)
+    assert full().keeps_all_tokens
+    assert not rswa.keeps_all_tokens, "its generated tokens leave a window"
+    assert not any(spec.keeps_all_tokens for spec in (mamba(), ring(), hot(), resident()))
+    assert uniform(full(block_size=16, heads=4), full(block_size=16, heads=2)).keeps_all_tokens
+    assert not uniform(rswa, full(block_size=16, heads=2, head_size=8)).keeps_all_tokens
 
 
 def _lengths(length: int) -> object:

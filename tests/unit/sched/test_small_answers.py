@@ -162,6 +162,26 @@ class OutsideState(KVCacheSpec):
         return 2 * self.page_size_bytes
 
 
+@dataclass(frozen=True)
+class OutsideWhole(KVCacheSpec):
+    """A kind of another package that keeps every token, which shares no class with ours."""
+
+    num_heads = 1
+    tokens_per_state = 1
+    state_content_size_bytes = 64
+    page_size_bytes = 64
+    keeps_all_tokens = True
+    kv_cache_spec_kind = KVCacheSpecKind.UNKNOWN
+
+    def max_memory_usage_bytes(self, vllm_config: object) -> int:
+        return 2 * self.page_size_bytes
+
+
+def test_a_kind_from_outside_that_keeps_every_token_may_be_cut_anywhere() -> None:
+    config = KVCacheConfig(9, [], [KVCacheGroupSpec(["w"], OutsideWhole(block_size=4))])
+    assert CacheShape.from_config(config, 4, 4).can_cut_anywhere
+
+
 def test_recurrent_kinds_are_known_by_what_they_say_of_themselves() -> None:
     groups = [KVCacheGroupSpec(["a"], full(4)), KVCacheGroupSpec(["s"], OutsideState(block_size=16))]
     shape = CacheShape.from_config(KVCacheConfig(9, [], groups), 16, 4)

@@ -17,8 +17,6 @@ from vllm.v1.core.kv_cache_block import KVCacheBlock
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
-    RSWASpec,
-    is_full_attention_spec,
     iter_layer_specs,
 )
 from vllm.v1.request import Request
@@ -54,9 +52,7 @@ class Promises:
         self._hash_block_size = hash_block_size
         self._chunk_sizes = chunk_sizes(tier.config)
         self._keeps_all_tokens = all(
-            is_full_attention_spec(group.kv_cache_spec)
-            and not any(isinstance(spec, RSWASpec) for spec in iter_layer_specs(group.kv_cache_spec))
-            for group in tier.config.prefix_cacheable_groups
+            group.kv_cache_spec.keeps_all_tokens for group in tier.config.prefix_cacheable_groups
         )
         self._by_request: dict[str, Promise] = {}
 

@@ -14,8 +14,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
     KVCacheSpecKind,
-    RSWASpec,
-    is_full_attention_spec,
     iter_layer_specs,
 )
 
@@ -64,18 +62,13 @@ class CacheShape:
             hash_tokens=hash_block_size,
             can_cut_anywhere=len(config.kv_cache_groups) == 1
             and alignment == 1
-            and _keeps_all_tokens(specs[0]),
+            and all(spec.keeps_all_tokens for spec in specs),
             overwrites_state=any(spec.kv_cache_spec_kind is KVCacheSpecKind.MAMBA for spec in specs),
         )
 
     def restart_position(self, num_tokens: int) -> int:
         """The last position at or before ``num_tokens`` where computing may start."""
         return num_tokens // self.restart_alignment * self.restart_alignment
-
-
-def _keeps_all_tokens(spec: KVCacheSpec) -> bool:
-    """True if no block is dropped while the request lives, so that any shorter prefix is whole."""
-    return is_full_attention_spec(spec) and not isinstance(spec, RSWASpec)
 
 
 def _restarts_only_aligned(spec: KVCacheSpec) -> bool:
